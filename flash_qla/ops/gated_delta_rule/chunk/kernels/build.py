@@ -1,0 +1,67 @@
+"""The only way from a kernel's specification to a callable: target, pass configs, cache and compile counter.
+
+A kernel module offers a frozen `Spec` dataclass (its compile key, nothing else may decide the code) and
+`make(spec) -> prim_func`. `build(make, spec, arch)` compiles it once per process; TileLang's disk cache serves later
+processes, on this machine or another, because `make` is deterministic in `spec`.
+"""
+
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+from flash_qla.arch import Arch
+
+# wgmma kernels schedule their own warps and share no memory between roles: the automatic passes must stay out.
+ROLE_PASS_CONFIGS = {
+    "tl.disable_warp_specialized": True,
+    "tl.disable_shared_memory_reuse": True,
+    "tl.enable_fast_math": True,
+}
+
+_kernels: dict = {}
+_locks: dict = {}  # one per variant: different variants compile side by side, one variant compiles once
+_lock = threading.Lock()
+
+
+def target(arch: Arch) -> dict:
+    """TileLang's target. Raises NotImplementedError for an arch without kernels."""
+    if not arch.has_kernels:
+        raise NotImplementedError(f"flash_qla has no kernels for {arch.name}: {arch.reason}")
+    return {"kind": "cuda", "arch": arch.target}
+
+
+def build(make, spec, arch: Arch, pass_configs: dict | None = None):
+    """Returns the compiled kernel of `make(spec)`; compiles (or loads from disk) at its first use, thread-safe."""
+    key = (make, spec, arch.name)
+    kernel = _kernels.get(key)
+    if kernel is None:
+        with _lock:
+            variant_lock = _locks.setdefault(key, threading.Lock())
+        with variant_lock:
+            kernel = _kernels.get(key)
+            if kernel is None:
+                kernel = _kernels[key] = compile_now(make, spec, arch, pass_configs)
+    return kernel
+
+
+def build_all(variants, arch: Arch, jobs: int | None = None) -> int:
+    """Builds [(make, spec)] side by side. Returns how many were not there before."""
+    before = compile_count()
+    jobs = jobs or max(1, (os.cpu_count() or 2) // 2)  # a build keeps Python and one nvcc busy
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(lambda variant: build(*variant, arch), variants))
+    return compile_count() - before
+
+
+def compile_now(make, spec, arch: Arch, pass_configs: dict | None = None):
+    """Lowers and compiles without the in-process cache (tools and the lowering test call this; needs no GPU)."""
+    os.environ.setdefault("TILELANG_PRINT_ON_COMPILATION", "0")
+    import tilelang
+
+    configs = ROLE_PASS_CONFIGS if pass_configs is None else pass_configs
+    return tilelang.compile(make(spec), target=target(arch), pass_configs=configs)
+
+
+def compile_count() -> int:
+    """Number of kernel variants this process has built (compiled or loaded from disk) so far."""
+    return len(_kernels)

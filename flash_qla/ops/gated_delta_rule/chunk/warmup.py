@@ -1,0 +1,52 @@
+"""Compiling ahead of the first request: every variant of a configuration, and the public compile counter."""
+
+from __future__ import annotations
+
+import torch
+
+from flash_qla import arch as archs
+
+from .kernels import build
+
+
+def warmup(
+    num_k_heads: int, num_v_heads: int, head_dim_k: int = 128, head_dim_v: int = 128, dtype=torch.bfloat16,
+    gate_dtype=torch.float32, state_dtype=torch.float32, backward: bool = True, device=None,
+) -> int:  # fmt: skip
+    """Compiles (or loads from the disk cache) every kernel variant that a model configuration can meet.
+
+    Args:
+        num_k_heads, num_v_heads: Hq, Hv. Any number shares the same kernels; only their ratio is checked.
+        head_dim_k, head_dim_v: K, V.
+        dtype: of q, k, v.
+        gate_dtype: of g and beta.
+        state_dtype: of initial and final states.
+        backward: the backward's kernels too.
+        device: a CUDA device (default: the current one).
+
+    Returns:
+        Number of kernels that were built by this call; 0 when all were there, or where the kernels do not run.
+
+    Raises:
+        ValueError: heads, head sizes or dtypes that no call accepts.
+    """
+    from .backend import why_no_kernels
+    from .problem import Problem
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu") if device is None else torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    q = torch.empty((1, 0, num_k_heads, head_dim_k), dtype=dtype, device=device)
+    v = torch.empty((1, 0, num_v_heads, head_dim_v), dtype=dtype, device=device)
+    g = torch.empty((1, 0, num_v_heads), dtype=gate_dtype, device=device)
+    problem, _ = Problem.check(q, q, v, g, g, state_dtype=state_dtype)
+    if why_no_kernels(problem) is not None:
+        return 0
+    from .kernels import variants
+
+    return build.build_all(variants.of_problem(problem, backward=backward), archs.of_device(device))
+
+
+def compile_count() -> int:
+    """Returns how many kernel variants this process has built so far (compiled, or loaded from the disk cache)."""
+    return build.compile_count()

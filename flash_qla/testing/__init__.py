@@ -1,0 +1,1 @@
+"""Shared by tests, benchmark, profile and tools: workloads, comparison, timing."""

@@ -1,0 +1,62 @@
+"""Shared by all tests: poisoned fresh memory, the GPU marks and their skips, hypothesis' settings."""
+
+import functools
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+TESTS = Path(__file__).resolve().parent
+
+try:
+    from hypothesis import settings
+except ImportError:  # A GPU machine may lack it; only the tests that import it then fail.
+    pass
+else:
+    # Shared cores make deadlines noise. CI repeats the same examples, so that a red run can be repeated at home.
+    settings.register_profile("flash_qla", deadline=None, print_blob=True, derandomize=bool(os.environ.get("CI")))
+    settings.load_profile("flash_qla")
+
+
+def _poisoned(function):
+    """Wraps a tensor factory: what our own modules get from it is NaN, so an output that nobody writes shows."""
+
+    @functools.wraps(function)
+    def factory(*args, **kwargs):
+        tensor = function(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return tensor
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        if caller.split(".")[0] == "flash_qla" and (tensor.is_floating_point() or tensor.is_complex()):
+            with torch.no_grad():
+                tensor.fill_(float("nan"))
+        return tensor
+
+    return factory
+
+
+@pytest.fixture(scope="session", autouse=True)
+def poisoned_empty():
+    """`torch.empty`, `empty_like` and `Tensor.new_empty` called inside flash_qla return NaN all session long."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "empty", _poisoned(torch.empty))
+        patch.setattr(torch, "empty_like", _poisoned(torch.empty_like))
+        patch.setattr(torch.Tensor, "new_empty", _poisoned(torch.Tensor.new_empty))
+        yield
+
+
+def pytest_collection_modifyitems(items):
+    """Marks tests/gpu and tests/dist, and skips what needs a GPU where there is none."""
+    for item in items:
+        if item.path.is_relative_to(TESTS / "gpu"):
+            item.add_marker(pytest.mark.gpu)
+        elif item.path.is_relative_to(TESTS / "dist"):
+            item.add_marker(pytest.mark.dist)
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    # Asked only when a test needs the answer: CPU runs leave the driver alone.
+    if on_gpu and not torch.cuda.is_available():
+        skip = pytest.mark.skip(reason=f"needs a CUDA device; torch {torch.__version__} sees none on this machine")
+        for item in on_gpu:
+            item.add_marker(skip)

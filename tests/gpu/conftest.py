@@ -1,0 +1,17 @@
+"""GPU tests run the kernels and nothing else: a call that they do not cover fails instead of running PyTorch."""
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def kernels_only(monkeypatch):
+    monkeypatch.setenv("FLASH_QLA_BACKEND", "kernels")
+
+
+@pytest.fixture(autouse=True)
+def give_memory_back():
+    """Large tests must not starve the next one."""
+    yield
+    if torch.cuda.is_available() and torch.cuda.memory_reserved() > 16 << 30:
+        torch.cuda.empty_cache()
