@@ -6,6 +6,7 @@ processes, on this machine or another, because `make` is deterministic in `spec`
 """
 
 import os
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -58,7 +59,7 @@ def compile_now(make, spec, arch: Arch, pass_configs: dict | None = None):
     os.environ.setdefault("TILELANG_PRINT_ON_COMPILATION", "0")
     import tilelang
 
-    configs = ROLE_PASS_CONFIGS if pass_configs is None else pass_configs
+    configs = pass_configs or getattr(sys.modules[make.__module__], "PASS_CONFIGS", ROLE_PASS_CONFIGS)
     return tilelang.compile(make(spec), target=target(arch), pass_configs=configs)
 
 

@@ -1,0 +1,426 @@
+"""Benchmarks the chunked gated delta rule, forward and backward, against the published libraries on one GPU.
+
+    python benchmark/bench_gated_delta_rule.py --quick                the published rows, ten minutes of GPU
+    python benchmark/bench_gated_delta_rule.py --rows 'fwd-2h8'       rows whose id matches the expression
+    python benchmark/bench_gated_delta_rule.py --list                 the ids
+
+Each library runs in a process of its own (worker.py); a row is measured by all of them in turn before the next row, so
+both sides of a speed-up share the minute and the machine. The check against float64 comes before the time. Results:
+CSV, Markdown and a plot per pass in --out; make_report.py makes the README's table from the CSV. See README.md here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import queue
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from datetime import datetime, timezone
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmark")]
+
+import make_report  # noqa: E402
+
+from flash_qla.testing import workloads  # noqa: E402
+from flash_qla.testing.workloads import Workload  # noqa: E402
+
+LIBRARIES = ("ours", "original", "fla", "flashinfer")
+PASSES = ("fwd", "bwd", "fwdbwd")
+RECORDED = ROOT / "benchmark/results/recorded_peers_H200.csv"
+STARTED = time.monotonic()
+# Rows above it are not run for warming up: several at once would not fit the GPU.
+WARM_MAX_TOKENS = 32768
+TINY_ROWS = tuple(Workload([70, 3, 1], 1, 2, passes=passes) for passes in PASSES)
+
+
+def published_rows() -> list[Workload]:
+    """The published comparison's rows, and forward + backward on its backward rows."""
+    both = [replace(row, passes="fwdbwd") for row in workloads.PEER_ROWS if row.passes == "bwd"]
+    return [*workloads.PEER_ROWS, *both]
+
+
+ROW_SETS = {"tiny": lambda: TINY_ROWS, "quick": published_rows, "full": workloads.benchmark_rows}
+
+
+class Worker:
+    """One library's process: sends rows, waits for answers, starts anew after a crash."""
+
+    def __init__(self, library: str, options: argparse.Namespace, log: Path):
+        self.library, self.options, self.log = library, options, log
+        self.process, self.answers = None, queue.Queue()
+        self.info = self._start()
+
+    @property
+    def absent(self) -> str | None:
+        """Why the library cannot be measured, None when it can."""
+        return self.info.get("absent")
+
+    def _start(self) -> dict:
+        command = [sys.executable, str(ROOT / "benchmark/worker.py"), "--library", self.library]
+        command += ["--device", self.options.device]
+        path = {"original": self.options.original, "fla": self.options.fla}.get(self.library)
+        command += ["--path", path] if path else []
+        environment = {**os.environ, "TILELANG_PRINT_ON_COMPILATION": "0"}
+        with open(self.log, "ab") as log:
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=environment
+            )
+        threading.Thread(target=self._read, args=(self.process,), daemon=True).start()
+        answer = self._next(self.options.row_timeout)
+        return answer.get("ready", answer)
+
+    def _read(self, process):
+        for line in process.stdout:
+            self.answers.put((process, json.loads(line)))
+        self.answers.put((process, None))
+
+    def _next(self, timeout_s: float) -> dict:
+        """Returns the running process's next answer; a crash or a hang is an answer, and ends the process."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                process, answer = self.answers.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                self.stop(kill=True)
+                return {"error": f"no answer within {timeout_s:.0f} s", "absent": "it did not start in time"}
+            if process is not self.process:
+                continue  # the end of one that was stopped before
+            if answer is None:
+                self.stop(kill=True)
+                reason = f"its process ended: {self._last_words()}"
+                return {"error": reason, "absent": reason}
+            return answer
+
+    def _last_words(self) -> str:
+        lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        return lines[-1][:200] if lines else "no output"
+
+    def run(self, row: Workload, mode: str) -> dict:
+        """Returns the worker's answer for a row (see worker.py)."""
+        if self.process is None:
+            started = self._start()
+            if "absent" in started:
+                return {"error": started["absent"]}
+        request = {"row": _sizes(row), "seed": self.options.seed, "mode": mode, "repeats": self.options.repeats}
+        try:
+            self.process.stdin.write(json.dumps(request) + "\n")
+            self.process.stdin.flush()
+        except OSError:
+            self.stop(kill=True)
+            return {"error": f"its process ended: {self._last_words()}"}
+        answer = self._next(self.options.row_timeout)
+        if "error" in answer:
+            answer.pop("absent", None)
+            if "CUDA" in answer["error"] or "cuda" in answer["error"] or "Accelerator" in answer["error"]:
+                self.stop(kill=True)  # a broken context answers nothing more
+        return answer
+
+    def stop(self, kill: bool = False):
+        """Ends the process."""
+        if self.process is None:
+            return
+        process, self.process = self.process, None
+        try:
+            process.stdin.close()
+        except OSError:
+            pass
+        try:
+            process.wait(timeout=0 if kill else 20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _sizes(row: Workload) -> dict:
+    """The row as worker.py takes it. A dense row's tuple would turn into a list, so there is none among the rows."""
+    if isinstance(row.lengths, tuple):
+        raise ValueError(f"{row.id}: dense rows cannot be sent; give packed lengths")
+    return asdict(row)
+
+
+def select_rows(options) -> list[Workload]:
+    """Returns the rows of the chosen set that match --rows and --passes.
+
+    Raises:
+        SystemExit: none does.
+    """
+    wanted = options.passes.split(",")
+    rows = [row for row in ROW_SETS[options.set]() if row.passes in wanted and re.search(options.rows, row.id)]
+    if not rows:
+        sys.exit(f"no row of the set {options.set!r} matches --rows {options.rows!r} and --passes {options.passes}")
+    return rows
+
+
+def warm(rows, options, folder: Path, progress) -> None:
+    """Compiles what the libraries need, several processes at once, before anything is timed.
+
+    Ours and the original choose kernels by size, so every row is called once. FLA's choice is made by timing, later and
+    alone on the GPU; here the smallest row of each pass fills its compiler's disk cache with the candidates.
+    """
+    jobs: dict[tuple, list[Workload]] = {}
+    for row in sorted(rows, key=lambda row: row.num_tokens):
+        for library in (name for name in ("ours", "original", "fla") if name in options.libraries):
+            members = jobs.setdefault((library, row.num_k_heads, row.num_v_heads), [])
+            seen = library == "fla" and any(other.passes == row.passes for other in members)
+            if row.num_tokens <= WARM_MAX_TOKENS and not seen:
+                members.append(row)
+
+    def run(job):
+        (library, *heads), members = job
+        worker = Worker(library, options, folder / f"warm_{library}_{heads[0]}_{heads[1]}.log")
+        if worker.absent is None:
+            for row in members:
+                answer = worker.run(row, "warm")
+                if "error" in answer:
+                    progress(f"warming up {library}, {row.id}: {answer['error']}")
+        worker.stop()
+
+    start = time.monotonic()
+    with ThreadPoolExecutor(max(1, options.jobs)) as pool:
+        list(pool.map(run, jobs.items()))
+    progress(f"warmed up in {time.monotonic() - start:.0f} s")
+
+
+def measure(rows, workers, options, records, save, progress_bar) -> list[str]:
+    """Measures each row with every worker; appends records as they come. Returns the rows left out by --time-limit."""
+    done = {(record.row, record.library) for record in records}
+    left_out = []
+    for row in progress_bar(rows):
+        if options.time_limit and time.monotonic() - STARTED > options.time_limit:
+            left_out.append(row.id)
+            continue
+        new = []
+        for library, worker in workers.items():
+            if (row.id, library) not in done:
+                answer = {"absent": worker.absent} if worker.absent else worker.run(row, "measure")
+                new.append(to_record(row, library, answer))
+        records += new
+        say(progress_bar, one_line(row, [record for record in records if record.row == row.id]))
+        save()
+    return left_out
+
+
+def to_record(row: Workload, library: str, answer: dict) -> make_report.Record:
+    """Makes the CSV's line of a worker's answer."""
+    published = any(row.id == other.id for other in published_rows())
+    record = make_report.Record(
+        row.id, row.passes, row.num_k_heads, row.num_v_heads, row.lengths_id, int(published), library, "measured"
+    )
+    if "absent" in answer or "error" in answer:
+        kind = "absent" if "absent" in answer else "failed"
+        return replace(record, source=kind, note=answer.get("absent") or answer["error"])
+    gpu, check = answer["gpu"], answer["check"]
+    return replace(
+        record,
+        gpu_ms=gpu["median_ms"],
+        gpu_min_ms=gpu["min_ms"],
+        gpu_max_ms=gpu["max_ms"],
+        gpu_method=gpu["method"],
+        eager_ms=answer["eager"]["median_ms"],
+        host_ms=answer["host"]["median_ms"],
+        peak_mib=None if answer["peak_bytes"] is None else answer["peak_bytes"] / 2**20,
+        input_sets=answer["input_sets"],
+        check="ok" if check["passed"] else "failed",
+        errors=" ".join(f"{name}={error:.1e}" for name, error in check["errors"].items()),
+        checked_heads=f"{check['v_heads']}/{check['of_v_heads']}",
+        note="; ".join(check["failed"])[:300] if check["finite"] else "NaN or infinity in the results",
+    )
+
+
+def add_recorded(records: list[make_report.Record], path: Path) -> list[make_report.Record]:
+    """Returns the records with FlashInfer's recorded times in place of absent ones, scaled where the original ran."""
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
+    names, *table = [line.split(",") for line in lines]
+    recorded = {}
+    for cells in table:
+        line = dict(zip(names, cells, strict=True))
+        recorded[line["pass"], int(line["h_qk"]), int(line["h_v"]), line["lengths"]] = line
+    original = {record.row: record for record in records if record.library == "original" and record.counts}
+    result = []
+    for record in records:
+        line = recorded.get((record.passes, record.h_qk, record.h_v, record.lengths), {})
+        time_ms = line.get("flashinfer_0.7.4_ms")
+        if record.library == "flashinfer" and record.source == "absent" and time_ms:
+            again = original.get(record.row)
+            factor = again.gpu_ms / float(line["flash_qla_0.1.3_ms"]) if again else 1.0
+            note = f"recorded {time_ms} ms × {factor:.4f}"
+            source = "scaled" if again else "recorded"
+            eager_ms = float(line["flashinfer_0.7.4_eager_ms"])
+            record = replace(record, source=source, gpu_ms=float(time_ms) * factor, eager_ms=eager_ms, note=note)
+        result.append(record)
+    return result
+
+
+def one_line(row: Workload, records) -> str:
+    """A row's times as they come in, for the terminal."""
+    by_library = {record.library: record for record in records}
+    whole = make_report.Row(by_library)
+    times = []
+    for library, record in by_library.items():
+        if record.gpu_ms is not None:
+            mark = "" if record.check == "ok" else " (CHECK FAILED)"
+            times.append(f"{make_report.LABELS[library]} {record.gpu_ms:.4f}{mark}")
+        elif record.source == "failed":
+            times.append(f"{make_report.LABELS[library]} failed: {record.note}")
+    speedup = "" if whole.speedup_best is None else f"  {whole.speedup_best:.2f}×"
+    return f"{row.id:<28} {', '.join(times)}{speedup}"
+
+
+def describe_run(workers, options) -> dict[str, str]:
+    """What the results need to be read: GPU, versions, commit, settings."""
+    infos = {library: worker.info for library, worker in workers.items() if worker.absent is None}
+    one = next(iter(infos.values()), {})
+    meta = {"gpu": one.get("gpu", "none (CPU)"), "driver": one.get("driver", "none")}
+    meta |= {name: one[name] for name in ("torch", "tilelang", "triton", "python") if name in one}
+    for library, worker in workers.items():
+        text = f"absent: {worker.absent}" if worker.absent else worker.info["version"]
+        meta[f"{make_report.LABELS[library]} version"] = text
+    meta["commit"] = options.commit or _commit()
+    meta["date"] = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    meta["rows"] = f"set {options.set}, --rows {options.rows!r}, --passes {options.passes}, seed {options.seed}"
+    return meta
+
+
+def _commit() -> str:
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except OSError:
+        return "unknown"
+    return done.stdout.strip() or "unknown"
+
+
+def say(progress_bar, text: str) -> None:
+    """Prints without breaking the bar."""
+    getattr(progress_bar, "write", print)(text)
+
+
+def make_progress_bar():
+    """tqdm over the rows; prints alone where it is missing."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return lambda rows: rows
+
+    def bar(rows):
+        return tqdm(rows, unit="row", mininterval=0.5 if sys.stderr.isatty() else 30, dynamic_ncols=True)
+
+    bar.write = tqdm.write
+    return bar
+
+
+def parse(argv=None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="the published rows (same as --set quick)")
+    parser.add_argument("--set", choices=tuple(ROW_SETS), default="full", help="rows; tiny is for trying the script")
+    parser.add_argument("--rows", default="", metavar="REGEX", help="only rows whose id matches")
+    parser.add_argument("--passes", default=",".join(PASSES), help="which passes")
+    parser.add_argument("--baselines", default="original,fla,flashinfer", help="libraries beside ours; empty for none")
+    parser.add_argument("--original", default=os.environ.get("PEER_QLA"), metavar="PATH", help="original's folder")
+    parser.add_argument("--fla", default=os.environ.get("PEER_FLA"), metavar="PATH", help="flash_linear_attention's")
+    parser.add_argument("--recorded", type=Path, help="recorded FlashInfer times (the H200's on an H200 if not given)")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmark/results", help="folder of the results")
+    parser.add_argument("--suffix", help="of the file names (default: the GPU's last word, H200)")
+    parser.add_argument("--resume", action="store_true", help="keep rows that --out's CSV has already")
+    parser.add_argument(
+        "--time-limit", type=float, default=0.0, metavar="S", help="start no row this long after the start; 0: none"
+    )
+    parser.add_argument("--row-timeout", type=float, default=400.0, metavar="S", help="for one row of one library")
+    parser.add_argument("--jobs", type=int, default=min(6, (os.cpu_count() or 2) // 2), help="of the warm-up; 0: none")
+    parser.add_argument("--seed", type=int, default=0, help="of the inputs")
+    parser.add_argument("--repeats", type=int, help="in place of 15 replays and 10 eager calls")
+    parser.add_argument("--device", default="cuda", help="cuda, or cpu to try the script")
+    parser.add_argument("--commit", help="recorded in the results (default: git describe)")
+    parser.add_argument("--list", action="store_true", help="print the row ids and stop")
+    options = parser.parse_args(argv)
+    if options.quick:
+        options.set = "quick"
+    options.libraries = ["ours", *filter(None, options.baselines.split(","))]
+    for name, values, known in (
+        ("--passes", options.passes.split(","), PASSES),
+        ("--baselines", options.libraries[1:], LIBRARIES[1:]),
+    ):
+        unknown = sorted(set(values) - set(known))
+        if unknown:
+            parser.error(f"{name}: {', '.join(unknown)} is not among {', '.join(known)}")
+    return options
+
+
+def main(argv=None) -> int:
+    options = parse(argv)
+    rows = select_rows(options)
+    if options.list:
+        print("\n".join(row.id for row in rows))
+        return 0
+    with tempfile.TemporaryDirectory(prefix="flash_qla_bench_") as folder:
+        return _run(rows, options, Path(folder))
+
+
+def _run(rows, options, folder: Path) -> int:
+    bar = make_progress_bar()
+    workers = {}
+    try:
+        for library in options.libraries:
+            workers[library] = Worker(library, options, folder / f"{library}.log")
+        meta = describe_run(workers, options)
+        print("\n".join(make_report.head_lines(meta)), flush=True)
+        if workers["ours"].absent:
+            print(f"flash_qla cannot be measured: {workers['ours'].absent}", file=sys.stderr)
+            return 1
+        suffix = options.suffix or re.sub(r"\W", "", meta["gpu"].split()[-1])
+        options.out.mkdir(parents=True, exist_ok=True)
+        path = options.out / f"bench_{suffix}.csv"
+        recorded = options.recorded or (RECORDED if "H200" in meta["gpu"] and RECORDED.exists() else None)
+        records = []
+        if options.resume and path.exists():
+            ids = {row.id for row in rows}
+            kept = [r for r in make_report.read_csv(path)[1] if r.source == "measured" and r.row in ids]
+            complete = {r.row for r in kept if r.library == "ours"}
+            records = [r for r in kept if r.row in complete]
+            rows = [row for row in rows if row.id not in complete]
+            meta["resumed"] = f"{len(complete)} rows from an earlier run"
+        if options.jobs and options.device != "cpu":
+            warm(rows, options, folder, lambda text: print(text, flush=True))
+
+        def save():
+            make_report.write_csv(path, meta, add_recorded(records, recorded) if recorded else records)
+
+        left_out = measure(rows, workers, options, records, save, bar)
+    finally:
+        for worker in workers.values():
+            worker.stop()
+    if left_out:
+        meta["left out"] = f"{len(left_out)} rows by --time-limit {options.time_limit:.0f}: {', '.join(left_out)}"
+    save()
+    return finish(path, suffix)
+
+
+def finish(path: Path, suffix: str) -> int:
+    """Writes Markdown and plots, prints the report. Returns 1 when one of our own checks failed, 0 otherwise."""
+    meta, records = make_report.read_csv(path)
+    path.with_suffix(".md").write_text(make_report.full_markdown(meta, records), encoding="utf-8")
+    try:
+        make_report.write_plots(meta, records, path.parent, suffix)
+    except ImportError as error:
+        print(f"no plots: {error}")
+    text = make_report.full_text(meta, records)
+    path.with_suffix(".txt").write_text(text, encoding="utf-8")
+    print(text)
+    ours = [record for record in records if record.library == "ours"]
+    return int(any(record.check != "ok" for record in ours))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

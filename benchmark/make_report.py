@@ -1,0 +1,371 @@
+"""Makes what is shown of a benchmark run from its CSV: README table and plot, plots per pass, text and Markdown.
+
+    python benchmark/make_report.py [benchmark/results/bench_H200.csv]
+
+Writes beside the CSV `<pass>_H200.png` and `bench_H200.md`; one folder up `benchmark_results_H200.txt`, readable; and
+the README's section between `<!-- speed:begin -->` and `<!-- speed:end -->`. Nothing there is written by hand.
+
+Rules, stated once: a time whose check failed is shown and marked, and gives no speed-up; the best peer of a row is the
+fastest library other than ours whose check passed, or its recorded time (marked); geometric means are over the rows
+that have a speed-up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import math
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LABELS = {"ours": "flash_qla", "original": "original 0.1.3", "flashinfer": "FlashInfer", "fla": "FLA"}
+PASS_TITLES = {"fwd": "forward", "bwd": "backward", "fwdbwd": "forward + backward"}
+BEGIN, END = "<!-- speed:begin -->", "<!-- speed:end -->"
+
+
+@dataclass
+class Record:
+    """One library's result on one row, as a line of the CSV. Times in ms, None where there is none.
+
+    Attributes:
+        row, passes, h_qk, h_v, lengths, published: the row; published: one of the published comparison's.
+        library: a key of LABELS.
+        source: measured, scaled (recorded time × the original run again / its recorded time), recorded, absent, failed.
+        gpu_ms, gpu_min_ms, gpu_max_ms, gpu_method: see flash_qla/testing/timing.py.
+        eager_ms, host_ms, peak_mib, input_sets: likewise.
+        check: ok, failed, or empty where nothing ran here.
+        errors: "o=1.2e-03 ht=…": the worst head's error of each tensor.
+        checked_heads: value heads compared, of all.
+        note: why there is no time, or what failed.
+    """
+
+    row: str
+    passes: str
+    h_qk: int
+    h_v: int
+    lengths: str
+    published: int
+    library: str
+    source: str
+    gpu_ms: float | None = None
+    gpu_min_ms: float | None = None
+    gpu_max_ms: float | None = None
+    gpu_method: str = ""
+    eager_ms: float | None = None
+    host_ms: float | None = None
+    peak_mib: float | None = None
+    input_sets: int | None = None
+    check: str = ""
+    errors: str = ""
+    checked_heads: str = ""
+    note: str = ""
+
+    @property
+    def counts(self) -> bool:
+        """Whether the time may be compared."""
+        return self.gpu_ms is not None and (self.check == "ok" or self.source in ("scaled", "recorded"))
+
+
+@dataclass
+class Row:
+    """One row of the benchmark: every library's record."""
+
+    records: dict[str, Record]
+
+    @property
+    def first(self) -> Record:
+        return next(iter(self.records.values()))
+
+    def speedup(self, library: str) -> float | None:
+        """Returns peer ms / ours ms; None unless both count."""
+        ours, peer = self.records.get("ours"), self.records.get(library)
+        if ours is None or peer is None or not (ours.counts and peer.counts):
+            return None
+        return peer.gpu_ms / ours.gpu_ms
+
+    @property
+    def best_peer(self) -> Record | None:
+        peers = [record for name, record in self.records.items() if name != "ours" and record.counts]
+        return min(peers, key=lambda record: record.gpu_ms, default=None)
+
+    @property
+    def speedup_best(self) -> float | None:
+        return None if self.best_peer is None else self.speedup(self.best_peer.library)
+
+
+_NUMBERS = {"h_qk": int, "h_v": int, "published": int, "input_sets": int}
+_NUMBERS |= {field.name: float for field in fields(Record) if field.name.endswith(("_ms", "_mib"))}
+
+
+def write_csv(path: Path, meta: dict[str, str], records: Iterable[Record]) -> None:
+    """Writes `# key: value` lines, then one line per record."""
+    text = io.StringIO()
+    for key, value in meta.items():
+        text.write(f"# {key}: {value}\n")
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([field.name for field in fields(Record)])
+    for record in records:
+        values = [getattr(record, field.name) for field in fields(Record)]
+        writer.writerow([f"{v:.5g}" if isinstance(v, float) else "" if v is None else v for v in values])
+    path.write_text(text.getvalue(), encoding="utf-8")
+
+
+def read_csv(path: Path) -> tuple[dict[str, str], list[Record]]:
+    """Reads what `write_csv` wrote."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    meta = dict(line[2:].split(": ", 1) for line in lines if line.startswith("# ") and ": " in line)
+    records = []
+    for line in csv.DictReader(line for line in lines if not line.startswith("#")):
+        values = {k: (_NUMBERS[k](v) if v else None) if k in _NUMBERS else v for k, v in line.items()}
+        records.append(Record(**values))
+    return meta, records
+
+
+def group_rows(records: Iterable[Record]) -> list[Row]:
+    """Returns rows in the order of the records."""
+    rows: dict[str, Row] = {}
+    for record in records:
+        rows.setdefault(record.row, Row({})).records[record.library] = record
+    return list(rows.values())
+
+
+def geometric_mean(values: Iterable[float]) -> float | None:
+    logs = [math.log(value) for value in values]
+    return math.exp(sum(logs) / len(logs)) if logs else None
+
+
+def _short_or_batched(record: Record) -> bool:
+    """The published rows without help from context parallelism: 16 heads, or short, or batches of 4 and 8."""
+    tokens, _, count = record.lengths.partition("x")
+    return record.h_qk == 16 or int(tokens) <= 2048 or int(count) in (4, 8)
+
+
+def groups(rows: list[Row]) -> dict[str, list[Row]]:
+    """Returns named groups of rows, per pass: published (all, by heads, without context parallelism), and others."""
+    result: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        r = row.first
+        title = PASS_TITLES[r.passes]
+        if r.published:
+            result[f"{title}, published rows"].append(row)
+            if _short_or_batched(r):
+                result[f"{title}, published rows but single and paired long sequences of 2/8"].append(row)
+            result[f"{title}, {r.h_qk}/{r.h_v}"].append(row)
+        else:
+            result[f"{title}, further rows"].append(row)
+    return dict(sorted(result.items(), key=lambda item: list(PASS_TITLES.values()).index(item[0].split(",")[0])))
+
+
+def summary_table(rows: list[Row]) -> list[list[str]]:
+    """Header and one line per group: rows compared, geometric means against the best peer and each peer, losses."""
+    peers = [name for name in LABELS if name != "ours" and any(row.speedup(name) for row in rows)]
+    table = [["group", "rows", "vs best peer", *(f"vs {LABELS[name]}" for name in peers), "slowest row", "rows lost"]]
+    for name, members in groups(rows).items():
+        speedups = [row.speedup_best for row in members if row.speedup_best]
+        means = [geometric_mean(filter(None, (row.speedup(peer) for row in members))) for peer in peers]
+        lost = sum(speedup < 1 for speedup in speedups)
+        slowest = min(speedups, default=None)
+        cells = [name, f"{len(speedups)} of {len(members)}", _times(geometric_mean(speedups))]
+        table.append([*cells, *map(_times, means), _times(slowest), str(lost) if speedups else "–"])
+    return table
+
+
+def losing_rows(rows: list[Row]) -> list[str]:
+    """One line per row where a peer is faster."""
+    lost = [row for row in rows if row.speedup_best is not None and row.speedup_best < 1]
+    return [
+        f"{row.first.row}: {row.records['ours'].gpu_ms:.4f} ms, {LABELS[row.best_peer.library]} "
+        f"{row.best_peer.gpu_ms:.4f} ms{_mark(row.best_peer)} ({row.speedup_best:.2f}×)"
+        for row in sorted(lost, key=lambda row: row.speedup_best)
+    ]
+
+
+def unchecked_rows(records: list[Record]) -> list[str]:
+    """One line per result that failed its check or did not run."""
+    bad = [r for r in records if r.check == "failed" or r.source == "failed"]
+    return [f"{LABELS[r.library]}, {r.row}: {r.note or r.errors or 'check failed'}" for r in bad]
+
+
+def _times(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}×"
+
+
+def _mark(record: Record) -> str:
+    marks = {"scaled": "ˢ", "recorded": "ʳ"}.get(record.source, "")
+    return (
+        marks + ("" if record.counts or record.gpu_ms is None else "!") + ("ᵉ" if record.gpu_method == "events" else "")
+    )
+
+
+def _ms(record: Record | None, name: str = "gpu_ms") -> str:
+    value = None if record is None else getattr(record, name)
+    return "–" if value is None else f"{value:.4f}" + (_mark(record) if name == "gpu_ms" else "")
+
+
+def row_table(rows: list[Row], *, wide: bool = False) -> list[list[str]]:
+    """Header and one line per row; wide adds spread, eager and host time, memory, errors."""
+    names = [name for name in LABELS if any(name in row.records for row in rows)]
+    table = [["pass", "heads q/v", "lengths", *(f"{LABELS[name]} ms" for name in names), "vs best peer"]]
+    if wide:
+        eager = [f"{LABELS[name]} eager ms" for name in names]
+        table[0] += ["spread", *eager, "host ms", *(f"{LABELS[name]} MiB" for name in names), "worst error"]
+    for row in rows:
+        r, ours = row.first, row.records.get("ours")
+        line = [r.passes, f"{r.h_qk}/{r.h_v}", r.lengths, *(_ms(row.records.get(name)) for name in names)]
+        line.append(_times(row.speedup_best))
+        if wide:
+            has_time = ours is not None and ours.gpu_ms
+            line.append(f"{(ours.gpu_max_ms - ours.gpu_min_ms) / ours.gpu_ms:.1%}" if has_time else "–")
+            line += [_ms(row.records.get(name), "eager_ms") for name in names]
+            line.append(_ms(ours, "host_ms"))
+            sizes = [None if name not in row.records else row.records[name].peak_mib for name in names]
+            line += ["–" if size is None else f"{size:.0f}" for size in sizes]
+            line.append(ours.errors if ours is not None and ours.errors else "–")
+        table.append(line)
+    return table
+
+
+def markdown(table: list[list[str]]) -> str:
+    head, *lines = table
+    rule = ["---"] * min(3, len(head)) + ["---:"] * (len(head) - 3)
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, rule, *lines])
+
+
+def plain(table: list[list[str]]) -> str:
+    widths = [max(len(line[n]) for line in table) for n in range(len(table[0]))]
+    pad: list[Callable] = [str.ljust] * min(3, len(widths)) + [str.rjust] * (len(widths) - 3)
+    lines = ["  ".join(p(cell, w) for p, cell, w in zip(pad, line, widths)).rstrip() for line in table]
+    return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
+
+
+LEGEND = (
+    "Median of one call's GPU time by CUDA-graph replay, ms. ˢ recorded, scaled by the original's time in this run "
+    "over its recorded time; ʳ recorded, not scaled; ᵉ by events, launch gaps included; ! its check failed, so it is "
+    "not compared; – absent or not run."
+)
+
+
+def head_lines(meta: dict[str, str]) -> list[str]:
+    return [f"{key}: {value}" for key, value in meta.items()]
+
+
+def full_markdown(meta, records) -> str:
+    """The whole report of a run."""
+    rows = group_rows(records)
+    parts = ["# Benchmark of the chunked gated delta rule", "\n".join(f"- {line}" for line in head_lines(meta))]
+    parts += ["## Geometric means", markdown(summary_table(rows)), "## Rows that lose"]
+    parts.append("\n".join(f"- {line}" for line in losing_rows(rows)) or "None.")
+    parts += ["## Checks that failed, rows that did not run"]
+    parts.append("\n".join(f"- {line}" for line in unchecked_rows(records)) or "None.")
+    parts += ["## Rows", LEGEND, markdown(row_table(rows, wide=True))]
+    return "\n\n".join(parts) + "\n"
+
+
+def full_text(meta, records) -> str:
+    """The same, for a terminal."""
+    rows = group_rows(records)
+    parts = ["\n".join(head_lines(meta)), plain(row_table(rows)), LEGEND, plain(summary_table(rows))]
+    parts.append("Rows that lose:\n" + ("\n".join(losing_rows(rows)) or "none"))
+    parts.append("Checks that failed, rows that did not run:\n" + ("\n".join(unchecked_rows(records)) or "none"))
+    return "\n\n".join(parts) + "\n"
+
+
+def plot(rows: list[Row], path: Path, title: str) -> bool:
+    """Draws each library's time over ours, per row (the published rows when there are any). False: nothing to draw."""
+    published = [row for row in rows if row.first.published]
+    rows = [row for row in published or rows if "ours" in row.records and row.records["ours"].counts][:60]
+    names = [n for n in LABELS if n != "ours" and any(row.speedup(n) for row in rows)]
+    if not rows or not names:
+        return False
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    colors = {"original": "#9a6fb0", "flashinfer": "#5b8c5a", "fla": "#d08c4a"}
+    figure, axes = pyplot.subplots(figsize=(max(6.0, 0.55 * len(rows) + 1.5), 4.2), dpi=130)
+    width = 0.8 / len(names)
+    for n, name in enumerate(names):
+        heights = [row.speedup(name) or 0.0 for row in rows]
+        places = [x + (n - (len(names) - 1) / 2) * width for x in range(len(rows))]
+        bars = axes.bar(places, heights, width, label=LABELS[name], color=colors.get(name))
+        for bar, row in zip(bars, rows):
+            if name in row.records and row.records[name].source in ("scaled", "recorded"):
+                bar.set_hatch("//")
+                bar.set_edgecolor("white")
+    axes.axhline(1.0, color="black", linewidth=1.2)
+    axes.text(-0.45, 1.02, "flash_qla = 1", fontsize=8, va="bottom")
+    labels = [f"{row.first.h_qk}/{row.first.h_v}\n{row.first.lengths}" for row in rows]
+    axes.set_xticks(range(len(rows)), labels, rotation=60, fontsize=8, ha="right", rotation_mode="anchor")
+    axes.set_ylabel("time / flash_qla's time")
+    axes.set_title(title, fontsize=10)
+    axes.grid(axis="y", alpha=0.3)
+    axes.set_axisbelow(True)
+    axes.legend(fontsize=8, ncols=len(names))
+    figure.tight_layout()
+    figure.savefig(path)
+    pyplot.close(figure)
+    return True
+
+
+def write_plots(meta, records, folder: Path, suffix: str) -> dict[str, Path]:
+    """Writes `<pass>_<suffix>.png` for each pass that has something to compare; returns pass → path."""
+    written = {}
+    for passes, title in PASS_TITLES.items():
+        rows = group_rows(r for r in records if r.passes == passes)
+        path = folder / f"{passes}_{suffix}.png"
+        if plot(
+            rows, path, f"{title.capitalize()}, {meta.get('gpu', '')}: time of other libraries (hatched: recorded)"
+        ):
+            written[passes] = path
+    return written
+
+
+def readme_section(meta, records, plots: dict[str, Path], base: Path) -> str:
+    """The README's speed section: what ran where, plot, table of the published rows, means, rows that lose."""
+    rows = [row for row in group_rows(records) if row.first.published]
+    run = ", ".join(f"{key} {meta[key]}" for key in ("gpu", "driver", "torch", "commit", "date") if key in meta)
+    parts = [f"Measured by `benchmark/bench_gated_delta_rule.py`: {run}."]
+    parts += [f"![{PASS_TITLES[name]}]({path.relative_to(base).as_posix()})" for name, path in plots.items()]
+    parts += [markdown(summary_table(rows)), markdown(row_table(rows)), LEGEND]
+    lost = losing_rows(rows)
+    parts.append("Rows that lose: " + ("; ".join(lost) if lost else "none") + ".")
+    return "\n\n".join(parts)
+
+
+def write_readme(readme: Path, section: str) -> None:
+    """Replaces what lies between the markers. Raises SystemExit when they are missing."""
+    text = readme.read_text(encoding="utf-8")
+    pattern = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.S)
+    if not pattern.search(text):
+        raise SystemExit(f"{readme}: the markers {BEGIN} and {END} are missing; put them where the table belongs")
+    readme.write_text(pattern.sub(lambda _: f"{BEGIN}\n{section}\n{END}", text), encoding="utf-8")
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("csv", nargs="?", type=Path, default=ROOT / "benchmark/results/bench_H200.csv")
+    parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
+    parser.add_argument("--text", type=Path, help="readable results (default: benchmark/benchmark_results_<GPU>.txt)")
+    args = parser.parse_args(argv)
+    if not args.csv.exists():
+        sys.exit(f"{args.csv} does not exist; run benchmark/bench_gated_delta_rule.py on the GPU first")
+    meta, records = read_csv(args.csv)
+    suffix = args.csv.stem.removeprefix("bench_")
+    plots = write_plots(meta, records, args.csv.parent, suffix)
+    text = args.text or ROOT / f"benchmark/benchmark_results_{suffix}.txt"
+    text.write_text(full_text(meta, records), encoding="utf-8")
+    args.csv.with_suffix(".md").write_text(full_markdown(meta, records), encoding="utf-8")
+    base = args.readme.resolve().parent
+    write_readme(args.readme, readme_section(meta, records, {k: p.resolve() for k, p in plots.items()}, base))
+    print(f"wrote {text}, {args.csv.with_suffix('.md')}, {', '.join(map(str, plots.values()))}, {args.readme}")
+
+
+if __name__ == "__main__":
+    main()

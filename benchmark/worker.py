@@ -1,0 +1,372 @@
+"""Measures one library in a process of its own; `bench_gated_delta_rule.py` starts it by path.
+
+Two of the libraries are called `flash_qla`, and flash-linear-attention hands its calls to whichever it can import. So
+this process first loads this repository's input builders, reference and timers, then forgets every `flash_qla` module
+(what was loaded keeps working, a later `import flash_qla` starts anew), and only then imports the library to measure.
+
+Requests come as JSON lines on stdin, answers leave as JSON lines on what was stdout; whatever libraries print goes to
+stderr. Inputs are passed by seed: the same seed draws the same tensors on the same kind of device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import gc
+import importlib
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+import traceback
+from dataclasses import asdict, replace
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LIBRARIES = ("ours", "original", "fla", "flashinfer")
+# Value heads times tokens that are compared with float64; above it, some key heads and all of their value heads.
+CHECKED_HEAD_TOKENS = 2**19
+# A peer must compute the same function; how well is its own affair. Ours must keep the tolerance table's caps.
+PEER_LIMIT = 5e-2
+
+
+class Absent(Exception):
+    """The library is not on this machine, or does not do what is asked."""
+
+
+def load_own_modules():
+    """Returns this repository's (workloads, compare, timing, floors), and removes its name from the interpreter."""
+    sys.path.insert(0, str(ROOT))
+    names = ("workloads", "compare", "timing", "floors")
+    modules = tuple(importlib.import_module(f"flash_qla.testing.{name}") for name in names)
+    return modules
+
+
+def forget_own_modules():
+    """After this, `import flash_qla` finds only what `sys.path` still offers: not this repository."""
+    for name in [name for name in sys.modules if name.split(".")[0] == "flash_qla"]:
+        del sys.modules[name]
+    sys.path[:] = [path for path in sys.path if Path(path or ".").resolve() != ROOT]
+    importlib.invalidate_caches()
+
+
+class FlashQla:
+    """This repository's package, or the original of the same name: same signatures."""
+
+    def __init__(self, path: str | None):
+        if path is not None:
+            if not (Path(path) / "flash_qla").is_dir():
+                raise Absent(f"no folder flash_qla in {path}")
+            forget_own_modules()
+            sys.path.insert(0, str(Path(path).resolve()))
+        self.package = importlib.import_module("flash_qla")
+        home = Path(self.package.__file__).resolve()
+        wanted = ROOT if path is None else Path(path).resolve()
+        if not home.is_relative_to(wanted):
+            raise Absent(f"flash_qla was imported from {home.parent}, not from {wanted}")
+        self.version = self.package.__version__
+
+    def forward(self, x):
+        with _no_grad():
+            o, ht = self.package.chunk_gated_delta_rule(**_arguments(x), output_final_state=True)
+        return {"o": o, "ht": ht}
+
+    def prepare_backward(self, x):
+        """The low-level backward alone, on what the low-level forward returned, its cp_cache included."""
+        fixed = {"scale": x.scale, "initial_state": x.initial_state, "cu_seqlens": x.cu_seqlens}
+        low = self.package.chunk_gated_delta_rule_fwd(x.q, x.k, x.v, x.g, x.beta, enable_fwd_cp_cache=True, **fixed)
+        g_cumsum, inverse, cache = low[0], low[1], low[5]
+
+        def call():
+            grads = self.package.chunk_gated_delta_rule_bwd(
+                x.q, x.k, x.v, g_cumsum, x.beta, inverse, x.do, x.dht, cp_cache=cache, **fixed
+            )
+            return dict(zip(("dq", "dk", "dv", "dbeta", "dg", "dh0"), grads, strict=True))
+
+        return call
+
+    def prepare_both(self, x):
+        return functools.partial(_forward_backward, self.package.chunk_gated_delta_rule, x.differentiable())
+
+
+class Fla:
+    """flash-linear-attention with its own Triton kernels."""
+
+    def __init__(self, path: str | None):
+        os.environ["FLA_FLASH_QLA"] = "0"
+        # It tunes by timing: what was chosen while several processes compiled side by side must not be used here.
+        os.environ["FLA_CACHE_RESULTS"] = "0"
+        forget_own_modules()
+        if path:
+            sys.path.insert(0, str(Path(path).resolve()))
+        try:
+            module = importlib.import_module("fla.ops.gated_delta_rule")
+        except ImportError as error:
+            raise Absent(f"import fla: {error}") from error
+        self.function = module.chunk_gated_delta_rule
+        self.version = _version("flash-linear-attention", "fla-core")
+
+    def forward(self, x):
+        with _no_grad():
+            o, ht = self.function(**_arguments(x), output_final_state=True)
+        return {"o": o, "ht": ht}
+
+    def prepare_backward(self, x):
+        """autograd.grad of a graph that is kept: the backward pass alone, autograd's own work included."""
+        import torch
+
+        x = x.differentiable()
+        leaves = _leaves(x)
+        outputs = self.function(**_arguments(x), output_final_state=True)
+
+        def call():
+            return dict(zip(leaves, torch.autograd.grad(outputs, list(leaves.values()), [x.do, x.dht], True)))
+
+        return call
+
+    def prepare_both(self, x):
+        return functools.partial(_forward_backward, self.function, x.differentiable())
+
+
+class FlashInfer:
+    """flashinfer-python: forward only; packed rows without a batch axis, linear gates, V-first float32 states."""
+
+    def __init__(self, path: str | None):
+        try:
+            module = importlib.import_module("flashinfer.gdn_prefill")
+        except ImportError as error:
+            raise Absent(f"import flashinfer: {error}") from error
+        self.function = module.chunk_gated_delta_rule
+        self.version = _version("flashinfer-python")
+
+    def prepare_forward(self, x):
+        import torch
+
+        if x.cu_seqlens is None:
+            raise Absent("flashinfer takes packed inputs only")
+        state = None if x.initial_state is None else x.initial_state.transpose(-1, -2).contiguous()
+        q, k, v, gate, beta = x.q[0], x.k[0], x.v[0], x.g[0].exp(), x.beta[0].contiguous()
+        cu_seqlens = x.cu_seqlens.to(torch.int64)
+
+        def call():
+            o, ht = self.function(
+                q, k, v, g=gate, beta=beta, scale=x.scale, initial_state=state, output_final_state=True,
+                cu_seqlens=cu_seqlens,
+            )  # fmt: skip
+            return {"o": o.unsqueeze(0), "ht": ht.transpose(-1, -2)}
+
+        return call
+
+    def prepare_backward(self, x):
+        raise Absent("flashinfer has no backward")
+
+    prepare_both = prepare_backward
+
+
+def _no_grad():
+    import torch
+
+    return torch.no_grad()
+
+
+def _arguments(x) -> dict:
+    return {**x.kwargs}
+
+
+def _leaves(x) -> dict:
+    names = ("q", "k", "v", "beta", "g", "initial_state")
+    leaves = {name: getattr(x, name) for name in names}
+    return {"dh0" if n == "initial_state" else f"d{n}": leaf for n, leaf in leaves.items() if leaf is not None}
+
+
+def _forward_backward(function, x):
+    import torch
+
+    leaves = _leaves(x)
+    outputs = function(**_arguments(x), output_final_state=True)
+    return dict(zip(leaves, torch.autograd.grad(outputs, list(leaves.values()), [x.do, x.dht])))
+
+
+def _version(*distributions: str) -> str:
+    for name in distributions:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    return "unknown"
+
+
+class Bench:
+    """Answers requests for one library on one device."""
+
+    def __init__(self, library: str, path: str | None, device: str):
+        self.workloads, self.compare, self.timing, self.floors = load_own_modules()
+        import torch
+
+        self.torch, self.device, self.name = torch, torch.device(device), library
+        if self.device.type == "cuda" and not torch.cuda.is_available():
+            raise Absent("torch sees no CUDA device")
+        if library == "original" and not path:
+            raise Absent("no folder given (--original or PEER_QLA)")
+        if library == "ours" and self.device.type == "cuda":
+            os.environ.setdefault("FLASH_QLA_BACKEND", "kernels")  # an error rather than the time of PyTorch
+        make = {"ours": FlashQla, "original": FlashQla, "fla": Fla, "flashinfer": FlashInfer}[library]
+        self.library = make(None if library == "ours" else path)
+
+    def describe(self) -> dict:
+        """Versions and device, for the report's head."""
+        torch = self.torch
+        info = {"library": self.name, "version": self.library.version, "python": platform.python_version()}
+        info |= {"torch": torch.__version__, "cpu_threads": torch.get_num_threads()}
+        for name in ("tilelang", "triton"):
+            info[name] = _version(name)
+        if self.device.type == "cuda":
+            info["gpu"] = torch.cuda.get_device_name(self.device)
+            info["driver"] = _driver()
+        return info
+
+    def run(self, request: dict) -> dict:
+        """Answers {"row": …, "seed": …, "mode": "warm" | "measure", "repeats": N}; failures are answers too."""
+        workload = self.workloads.Workload(**request["row"])
+        answer = {"row": workload.id, "library": self.name}
+        try:
+            with self._stream():
+                answer |= self._measure(workload, request["seed"], request["mode"] == "warm", request.get("repeats"))
+        except Absent as error:
+            answer["absent"] = str(error)
+        except Exception as error:
+            traceback.print_exc()
+            answer["error"] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        gc.collect()
+        if self.device.type == "cuda":
+            self.torch.cuda.empty_cache()
+        if self.name == "fla" and "flash_qla" in sys.modules:
+            answer["error"] = "fla imported flash_qla: these are not the times of its own kernels"
+        return answer
+
+    def _stream(self):
+        if self.device.type != "cuda":
+            return contextlib.nullcontext()
+        return self.torch.cuda.stream(self.torch.cuda.Stream(self.device))
+
+    def _measure(self, workload, seed, only_warm, repeats) -> dict:
+        count = self.timing.num_input_sets(self.floors.input_bytes(workload))
+        if only_warm or repeats is not None:
+            count = 1 if only_warm else min(count, repeats)
+        sets = [workload.make(device=self.device, seed=seed + 1000 * n) for n in range(count)]
+        # One cu_seqlens for all sets: libraries cache what they derive from it by the tensor's identity.
+        sets = [replace(x, cu_seqlens=sets[0].cu_seqlens) for x in sets]
+        calls = [self._prepare(workload.passes, x) for x in sets]
+        if only_warm:
+            calls[0]()
+            self.timing.synchronize(self.device)
+            return {"warm": True}
+        answer = {"check": self._check(sets[0], calls[0]())}
+        gc.collect()
+        replays, eager = repeats or self.timing.REPLAYS, repeats or self.timing.EAGER_CALLS
+        answer["gpu"] = asdict(self.timing.gpu_time(calls, self.device, replays=replays))
+        answer["eager"] = asdict(self.timing.wall_time(calls, self.device, repeats=eager))
+        answer["host"] = asdict(self.timing.host_time(calls[0], self.device, repeats=eager))
+        answer["peak_bytes"] = self.timing.peak_memory(calls[0], self.device)
+        answer["input_sets"] = count
+        return answer
+
+    def _prepare(self, passes, x):
+        if passes == "bwd":
+            return self.library.prepare_backward(x)
+        if passes == "fwdbwd":
+            return self.library.prepare_both(x)
+        if hasattr(self.library, "prepare_forward"):
+            return self.library.prepare_forward(x)
+        return functools.partial(self.library.forward, x)
+
+    def _check(self, x, results) -> dict:
+        """Compares with the chunked algorithm in float64 on (some of) the heads; every element must be finite."""
+        v_heads, k_heads = self._checked_heads(x)
+        torch, actual = self.torch, {}
+        finite = all(bool(torch.isfinite(t).all()) for t in results.values() if t is not None)
+        for name, t in results.items():
+            axis = self.compare.HEAD_AXIS.get(name, 2)
+            actual[name] = None if t is None else t.index_select(axis, k_heads if name in ("dq", "dk") else v_heads)
+        gradients = "dq" in results
+        expected = self.compare.chunked_reference(_heads_in_float64(x, v_heads, k_heads), gradients=gradients)
+        compared = self.compare.compare_all(actual, expected, x.q.dtype)
+        errors = {c.name: float(c.errors[c.worst_head]) for c in compared if c.errors.numel()}
+        if self.name == "ours":
+            passed = all(c.passed for c in compared)
+        else:
+            passed = all(bool((c.errors <= PEER_LIMIT).all()) for c in compared)
+        missing = [name for name in (("dq", "dk", "dv", "dg", "dbeta", "dh0") if gradients else ("o", "ht"))
+                   if name not in actual]  # fmt: skip
+        return {
+            "passed": bool(finite and passed and not missing),
+            "finite": finite,
+            "errors": errors,
+            "failed": [str(c) for c in compared if not c.passed],
+            "v_heads": len(v_heads),
+            "of_v_heads": x.v.shape[2],
+        }
+
+    def _checked_heads(self, x):
+        """Index tensors of value heads and key heads: whole groups, evenly spaced, one without decay among them."""
+        torch = self.torch
+        num_k_heads, num_v_heads = x.q.shape[2], x.v.shape[2]
+        group = num_v_heads // num_k_heads
+        count = CHECKED_HEAD_TOKENS // max(1, x.q.shape[0] * x.q.shape[1] * group)
+        if count >= num_k_heads:
+            chosen = set(range(num_k_heads))
+        else:
+            count = max(1, count)
+            chosen = {n * num_k_heads // count for n in range(count)}
+            no_decay = (x.g == 0).all(dim=1).all(dim=0).nonzero().flatten().tolist()
+            chosen |= {head // group for head in no_decay[:1]}
+        k_heads = torch.tensor(sorted(chosen), device=self.device)
+        v_heads = (k_heads[:, None] * group + torch.arange(group, device=self.device)).flatten()
+        return v_heads, k_heads
+
+
+def _heads_in_float64(x, v_heads, k_heads):
+    changes = {name: getattr(x, name).index_select(2, k_heads).double() for name in ("q", "k")}
+    changes |= {name: getattr(x, name).index_select(2, v_heads).double() for name in ("v", "g", "beta", "do")}
+    changes |= {"dht": x.dht.index_select(1, v_heads).double()}
+    if x.initial_state is not None:
+        changes["initial_state"] = x.initial_state.index_select(1, v_heads).double()
+    return replace(x, **changes)
+
+
+def _driver() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.split()[0]
+    except (OSError, IndexError, subprocess.TimeoutExpired):
+        return "unknown"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--library", choices=LIBRARIES, required=True)
+    parser.add_argument("--path", help="folder that holds the library's package (not for ours)")
+    parser.add_argument("--device", default="cuda")
+    args = parser.parse_args()
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print must not mix with the answers
+
+    def send(answer):
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+    try:
+        bench = Bench(args.library, args.path, args.device)
+        send({"ready": bench.describe()})
+    except Absent as error:
+        return send({"absent": str(error)})
+    except Exception as error:
+        traceback.print_exc()
+        return send({"absent": f"{type(error).__name__}: {error}".splitlines()[0][:300]})
+    for line in sys.stdin:
+        send(bench.run(json.loads(line)))
+
+
+if __name__ == "__main__":
+    main()

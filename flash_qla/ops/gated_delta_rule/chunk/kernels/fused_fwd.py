@@ -1,0 +1,571 @@
+"""Fused forward (Hopper): walks a sequence's chunks with the transposed state in registers. Equations F3 to F8.
+
+    Uᵀ = Sᵀ Kᵀ    Wᵀ = (Vᵀ − Uᵀ Γ) β    Vdᵀ = Wᵀ Tᵀ    Oᵀ = s Sᵀ Qᵀ Γ + Vdᵀ Pᵀ    S'ᵀ = e^{g_C} Sᵀ + (e Vd)ᵀ K
+
+Every product has V as M and its left operand in registers; an accumulator, cast, is the next left operand.
+
+The state is scaled lazily. Registers hold S~ = 2^-R S with a running log2 scale R that the gate warps carry. As long as
+|R + g_j| (log2) stays below MILD_LOG2, far inside the exponent range of bfloat16, with c = 2^R Γ a chunk is
+    W = β (V − c U)    O = s c (Q S~ + tril(Q Kᵀ) (Vd / c))    S~' = S~ + Kᵀ (Vd / c)
+one operand for both products, P without a gate, no factor on the state. When R has drifted by half of it the state is
+multiplied out after the chunk (mode RENORM; always after the last chunk). Where the gate is strong (mode STRONG) P is
+gated per element, O gets its factor before P Vd, S its factor before Kᵀ (e Vd), and R restarts at 0:
+              beta_gamma   inv   pre   post   P                   product with P
+    mild      β c          1/c   –     s c    tril(Q Kᵀ)          Vd inv
+    strong    β c          e     c     s      tril(D ∘ Q Kᵀ)      Vd
+
+Roles (W value warpgroups, 64 columns of V each, one branch for both: two copies would overflow instruction caches):
+    role      threads       registers (W = 1, 2)   computes
+    load      warp 0        40, 32                 TMA of K, V, Q, T; prefetch of gates
+    store     warp 1        40, 32                 TMA of O; a ragged chunk's rows one by one; zeros after the end
+    gate      warps 2, 3    40, 32                 the chunk's row factors, R and mode
+    scores    128           104, 64                P; zeroes the rows past the sequence's end in K, V and T
+    value     128 W         240, 208               U, W, Vd, O, S
+
+Barriers (arrivals count warps; rings of STAGES):
+    name      signalled by               waited by       guards
+    loaded    load (TMA bytes), gate     scores, value   k, q, v, t, row factors
+    scored    scores                     value           p, zeroed rows
+    freed     value (S' complete)        load, gate      k, q, v, t; two chunks later: p; a slot later: row factors
+    o_ready   value                      store           o
+    o_free    store                      value           o
+
+Shared memory, K = V = 128: a stage is k 16 + q 16 + v 8 W + t 8 + p 8 KB; o 8 W KB; 4 slots of 1.5 KB of row factors.
+Grid: x = (sequence, value head, V tile), the V tile innermost.
+"""
+
+from dataclasses import dataclass
+
+import tilelang.language as T
+
+from flash_qla import arch as archs
+
+from . import launch
+from .build import build
+from .tiles import fragments, layouts, pipeline, program, rows, state
+
+C = 64
+V_TILE = 64
+STAGES = 3
+LOG2E = 1.4426950408889634
+# Largest |log2| of a mild chunk's factors: far from the operand type's ends, whatever V's magnitude.
+MILD_LOG2 = {"bfloat16": 48.0, "float16": 4.0}
+REGISTERS = {1: (40, 104, 240), 2: (32, 64, 208)}
+PREFETCH_CHUNKS = 2
+FIRST_GATE_THREAD, FIRST_VALUE_THREAD = 64, 256
+GATE_SLOTS = STAGES + 1
+LATE = {1: True, 2: False}
+STRONG = 1
+RENORM = 2
+ROWS = T.GemmWarpPolicy.FullRow  # 64 rows for each warpgroup
+PASS_CONFIGS = {
+    "tl.disable_warp_specialized": True,
+    "tl.disable_shared_memory_reuse": True,
+    "tl.disable_thread_storage_sync": True,
+    "tl.enable_fast_math": True,
+    "tl.disable_safe_memory_legalize": True,  # every access is in bounds by construction
+    "tl.disable_buffer_init_check": True,  # it does not see the writes of `fragments`
+}
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Compile key.
+
+    Attributes:
+        dtype: of q, k, v, T_inv, o and h.
+        beta_dtype, h0_dtype, ht_dtype: of those tensors.
+        head_dim_k, head_dim_v: 64 or 128.
+        value_warpgroups: 64-column slices of V per CTA.
+        store_h: whether the state entering each chunk is written.
+    """
+
+    dtype: str
+    beta_dtype: str = "float32"
+    h0_dtype: str = "float32"
+    ht_dtype: str = "float32"
+    head_dim_k: int = 128
+    head_dim_v: int = 128
+    value_warpgroups: int = 1
+    store_h: bool = False
+
+
+@dataclass
+class Smem:
+    """Shared memory and barriers of a CTA; rings have a leading stage."""
+
+    width: int
+    k: object
+    q: object
+    t: object
+    p: object
+    v: object
+    o: object
+    g: object
+    beta: object
+    beta_gamma: object
+    inv: object
+    pre: object
+    post: object
+    total: object
+    mode: object
+    loaded: object
+    scored: object
+    freed: object
+    o_ready: object
+    o_free: object
+
+
+@dataclass
+class Walk:
+    """Where a CTA walks: its sequence, head and slice of V."""
+
+    n: object
+    batch: object
+    start: object
+    length: object
+    chunks: object
+    k_head: object
+    v_head: object
+    v_col: object
+
+
+@T.macro
+def prefetch_gates(walk: Walk, i, g_cumsum, beta):
+    """Brings chunk i's gates and betas closer to the gate warps, whose registers could not hold them."""
+    for half in T.unroll(2, unroll_factor=1):
+        row = walk.start + T.min(i * C + T.get_thread_binding() % 32 + 32 * half, walk.length - 1)
+        rows.prefetch(g_cumsum[walk.batch, row, walk.v_head])
+        rows.prefetch(beta[walk.batch, row, walk.v_head])
+
+
+@T.macro
+def load_role(spec: Spec, m: Smem, walk: Walk, q, k, v, T_inv, g_cumsum, beta):
+    for i in T.serial(walk.chunks):
+        stage = i % STAGES
+        left = walk.start + i * C
+        right = left + C
+        T.barrier_wait(m.freed[stage], (i // STAGES + 1) % 2)
+        T.tma_copy(
+            k[walk.batch, left:right, walk.k_head, 0 : spec.head_dim_k], m.k[stage, :, :], barrier=m.loaded[stage]
+        )
+        for w in tuple(range(spec.value_warpgroups)):
+            col = walk.v_col + w * V_TILE
+            T.tma_copy(
+                v[walk.batch, left:right, walk.v_head, col : col + V_TILE],
+                m.v[stage * spec.value_warpgroups + w, :, :],
+                barrier=m.loaded[stage],
+            )
+        T.tma_copy(
+            q[walk.batch, left:right, walk.k_head, 0 : spec.head_dim_k], m.q[stage, :, :], barrier=m.loaded[stage]
+        )
+        T.tma_copy(T_inv[walk.batch, left:right, walk.v_head, 0:C], m.t[stage, :, :], barrier=m.loaded[stage])
+        if T.shuffle_elect(32):
+            T.barrier_arrive(m.loaded[stage])
+        prefetch_gates(walk, i + PREFETCH_CHUNKS, g_cumsum, beta)
+
+
+@T.macro
+def store_role(spec: Spec, m: Smem, walk: Walk, o, cu, cu_step, seq_len, flat_tokens, num_seqs):
+    rows.zero_tail(o, cu, cu_step, seq_len, flat_tokens, num_seqs, walk.n, walk.v_head, walk.v_col, m.width)
+    for i in T.serial(walk.chunks):
+        left = walk.start + i * C
+        T.barrier_wait(m.o_ready[0], i % 2)
+        if walk.length - i * C >= C:
+            T.copy(m.o, o[walk.batch, left : left + C, walk.v_head, walk.v_col : walk.v_col + m.width])
+        else:
+            rows.store_rows(o, m.o, walk.batch, left, walk.v_head, walk.v_col, walk.length - i * C, m.width)
+        pipeline.arrive(m.o_free, 0)
+
+
+@T.macro
+def gate_role(spec: Spec, m: Smem, walk: Walk, g_cumsum, beta, scale):
+    """One token a lane of two warps; both see the whole chunk's gates, so both decide alike."""
+    row = T.get_thread_binding() - FIRST_GATE_THREAD
+    last = T.alloc_var("int32")
+    g = T.alloc_var("float32")
+    g_last = T.alloc_var("float32")
+    span = T.alloc_var("float32")
+    b = T.alloc_var("float32")
+    mode = T.alloc_var("int32")
+    pending = T.alloc_var("float32")  # log2 of the true state over the registers' state
+    pending = 0.0
+    for i in T.serial(walk.chunks):
+        stage = i % STAGES
+        gate = i % GATE_SLOTS
+        left = walk.start + i * C
+        last = T.min(walk.length - i * C, C) - 1
+        g_last = g_cumsum[walk.batch, left + last, walk.v_head] * LOG2E
+        g = g_cumsum[walk.batch, left + T.min(row, last), walk.v_head] * LOG2E
+        span = g_cumsum[walk.batch, left + T.min((row + 32) % C, last), walk.v_head] * LOG2E
+        b = T.cast(beta[walk.batch, left + T.min(row, last), walk.v_head], "float32")
+        b = T.if_then_else(row <= last, b, 0.0)
+        span = T.max(T.abs(pending + g), T.abs(pending + span))
+        mode = T.any_sync(T.cast(span > MILD_LOG2[spec.dtype], "int32"))
+        T.barrier_wait(m.freed[stage], (i // STAGES + 1) % 2)
+        m.g[gate, row] = g
+        m.beta[gate, row] = b
+        m.pre[gate, row] = T.exp2(pending + g)
+        m.beta_gamma[gate, row] = b * T.exp2(pending + g)
+        m.inv[gate, row] = T.exp2(T.if_then_else(mode != 0, g_last - g, -pending - g))
+        m.post[gate, row] = scale * T.exp2(T.if_then_else(mode != 0, 0.0, pending + g))
+        pending = pending + g_last
+        if row == 0:
+            m.total[gate] = T.exp2(pending)
+        if mode != 0:
+            mode = STRONG
+            pending = 0.0
+        else:
+            if spec.store_h or T.abs(pending) > MILD_LOG2[spec.dtype] * 0.5 or i == walk.chunks - 1:
+                mode = RENORM
+                pending = 0.0
+        if row == 0:
+            m.mode[gate] = mode
+        pipeline.arrive(m.loaded, stage)
+
+
+@T.macro
+def zero_past_end(spec: Spec, m: Smem, stage, length):
+    """Overwrites what TMA brought from past the sequence's end: in K, T and V nothing of it may meet a product."""
+    rows.zero_stage_from(m.k, stage, length, spec.head_dim_k)
+    rows.zero_stage_from(m.t, stage, length, C)
+    for w in tuple(range(spec.value_warpgroups)):
+        rows.zero_stage_from(m.v, stage * spec.value_warpgroups + w, length, V_TILE)
+
+
+@T.macro
+def scores_role(spec: Spec, m: Smem, walk: Walk):
+    P = T.alloc_fragment((C, C), "float32")
+    P_op = T.alloc_fragment((C, C), spec.dtype)
+    for i in T.serial(walk.chunks):
+        stage = i % STAGES
+        gate = i % GATE_SLOTS
+        T.barrier_wait(m.loaded[stage], (i // STAGES) % 2)
+        T.wgmma_gemm(m.q[stage, :, :], m.k[stage, :, :], P, transpose_B=True, clear_accum=True)
+        T.wait_wgmma(0)
+        T.warpgroup_fence_operand(P, num_regs=C * C // 128)
+        if walk.length - i * C < C:
+            zero_past_end(spec, m, stage, walk.length - i * C)
+        if m.mode[gate] != STRONG:
+            for j, t in T.Parallel(C, C):
+                P_op[j, t] = T.cast(T.if_then_else(j >= t, P[j, t], 0.0), spec.dtype)
+        else:
+            for j, t in T.Parallel(C, C):
+                P_op[j, t] = T.cast(
+                    T.if_then_else(j >= t, P[j, t] * T.exp2(m.g[gate, j] - m.g[gate, t]), 0.0), spec.dtype
+                )  # F6
+        if i > 1:
+            T.barrier_wait(m.freed[(i - 2) % STAGES], ((i - 2) // STAGES) % 2)  # then the slot's last reader is done
+        fragments.store_tile_unfenced(m.p, stage, P_op)
+        pipeline.publish(m.scored, stage)
+
+
+@dataclass
+class Tiles:
+    """Fragments of a value warpgroup; rows are columns of V."""
+
+    S: object
+    S_op: object
+    U: object
+    O: object
+    W_op: object
+    Vd_op: object
+    O_out: object
+
+
+def allocate_tiles(spec: Spec) -> Tiles:
+    width = V_TILE * spec.value_warpgroups
+    f = Tiles(
+        S=T.alloc_fragment((width, spec.head_dim_k), "float32"),
+        S_op=T.alloc_fragment((width, spec.head_dim_k), spec.dtype),
+        U=T.alloc_fragment((width, C), "float32"),
+        O=T.alloc_fragment((width, C), "float32"),
+        W_op=T.alloc_fragment((width, C), spec.dtype),
+        Vd_op=T.alloc_fragment((width, C), spec.dtype),
+        O_out=T.alloc_fragment((C, width), spec.dtype),
+    )
+    T.annotate_layout({f.O_out: layouts.transposed_accumulator(C, width)})
+    return f
+
+
+@T.macro
+def solve_chunk(spec: Spec, m: Smem, f: Tiles, i, mode: T.Ref, after_another):
+    """Completes chunk i's Vd and S Q; finishes chunk i - 1 meanwhile."""
+    stage = i % STAGES
+    gate = i % GATE_SLOTS
+    mode = m.mode[gate]
+    T.copy(f.S, f.S_op)
+    T.wgmma_gemm(f.S_op, m.k[stage, :, :], f.U, transpose_B=True, clear_accum=True, policy=ROWS)  # F3
+    if after_another:
+        T.wait_wgmma(1)
+        scale_output(m, f, i - 1, spec.dtype)
+    T.wgmma_gemm(f.S_op, m.q[stage, :, :], f.O, transpose_B=True, clear_accum=True, policy=ROWS)
+    if after_another and not LATE[spec.value_warpgroups]:
+        send_output(m, f, i - 1)
+    slice_of_v = (T.get_thread_binding() - FIRST_VALUE_THREAD) // 128
+    fragments.load_tile_transposed(f.W_op, m.v, stage * spec.value_warpgroups + slice_of_v)
+    T.wait_wgmma(1)
+    T.warpgroup_fence_operand(f.U, num_regs=V_TILE * C // 128)
+    for jv, j in T.Parallel(m.width, C):
+        f.W_op[jv, j] = T.cast(
+            T.cast(f.W_op[jv, j], "float32") * m.beta[gate, j] - f.U[jv, j] * m.beta_gamma[gate, j], spec.dtype
+        )  # F4
+    T.wgmma_gemm(f.W_op, m.t[stage, :, :], f.U, transpose_B=True, clear_accum=True, policy=ROWS)  # F5
+    if after_another and LATE[spec.value_warpgroups]:
+        send_output(m, f, i - 1)
+    if mode == STRONG:
+        scale_state(spec, m, f, gate)
+    T.wait_wgmma(0)
+    T.warpgroup_fence_operand(f.O, num_regs=V_TILE * C // 128)
+    T.warpgroup_fence_operand(f.U, num_regs=V_TILE * C // 128)
+
+
+@T.macro
+def scale_state(spec: Spec, m: Smem, f: Tiles, gate):
+    for jv, jk in T.Parallel(m.width, spec.head_dim_k):
+        f.S[jv, jk] *= m.total[gate]
+
+
+@T.macro
+def apply_chunk(spec: Spec, m: Smem, f: Tiles, i, mode):
+    """Issues S(i + 1) = e^{g_C} S + (e Vd) K, then O(i) += Vd P."""
+    stage = i % STAGES
+    gate = i % GATE_SLOTS
+    for jv, j in T.Parallel(m.width, C):
+        f.W_op[jv, j] = T.cast(f.U[jv, j] * m.inv[gate, j], spec.dtype)
+    if mode == STRONG:
+        for jv, j in T.Parallel(m.width, C):
+            f.Vd_op[jv, j] = T.cast(f.U[jv, j], spec.dtype)
+        for jv, j in T.Parallel(m.width, C):
+            f.O[jv, j] *= m.pre[gate, j]
+    else:
+        for jv, j in T.Parallel(m.width, C):
+            f.Vd_op[jv, j] = f.W_op[jv, j]  # before the product: registers of one in flight may not even be read
+    T.wgmma_gemm(f.W_op, m.k[stage, :, :], f.S, clear_accum=False, policy=ROWS)  # F8
+    T.wgmma_gemm(f.Vd_op, m.p[stage, :, :], f.O, transpose_B=True, clear_accum=False, policy=ROWS)  # F7
+
+
+@T.macro
+def wait_chunk(m: Smem, i):
+    T.barrier_wait(m.loaded[i % STAGES], (i // STAGES) % 2)
+    T.barrier_wait(m.scored[i % STAGES], (i // STAGES) % 2)
+
+
+@T.macro
+def scale_output(m: Smem, f: Tiles, i, dtype):
+    T.warpgroup_fence_operand(f.O, num_regs=V_TILE * C // 128)
+    for jv, j in T.Parallel(m.width, C):
+        f.O_out[j, jv] = T.cast(f.O[jv, j] * m.post[i % GATE_SLOTS, j], dtype)
+
+
+@T.macro
+def send_output(m: Smem, f: Tiles, i):
+    T.barrier_wait(m.o_free[0], (i + 1) % 2)
+    T.copy(f.O_out, m.o)
+    pipeline.publish(m.o_ready, 0)
+
+
+@T.macro
+def value_role(spec: Spec, m: Smem, walk: Walk, h0, ht, h, first_chunk):
+    f = allocate_tiles(spec)
+    mode = T.alloc_var("int32")
+    last = walk.chunks - 1
+    state.load_transposed(f.S, h0, h0.shape[0], walk.n, walk.v_head, walk.v_col, m.width, spec.head_dim_k)
+    if last >= 0:
+        if spec.store_h:
+            store_entering(spec, m, f, walk, h, first_chunk, 0)
+        wait_chunk(m, 0)
+        solve_chunk(spec, m, f, 0, mode, False)
+        for i in T.serial(last):
+            apply_chunk(spec, m, f, i, mode)
+            wait_chunk(m, i + 1)
+            T.wait_wgmma(1)
+            T.warpgroup_fence_operand(f.S, num_regs=V_TILE * spec.head_dim_k // 128)
+            if mode == RENORM:
+                scale_state(spec, m, f, i % GATE_SLOTS)
+            pipeline.arrive(m.freed, i % STAGES)
+            if spec.store_h:
+                store_entering(spec, m, f, walk, h, first_chunk, i + 1)
+            solve_chunk(spec, m, f, i + 1, mode, True)
+        apply_chunk(spec, m, f, last, mode)
+        T.wait_wgmma(0)
+        T.warpgroup_fence_operand(f.S, num_regs=V_TILE * spec.head_dim_k // 128)
+        if mode == RENORM:
+            scale_state(spec, m, f, last % GATE_SLOTS)
+        scale_output(m, f, last, spec.dtype)
+        send_output(m, f, last)
+    state.store_transposed(
+        ht, f.S, ht.shape[0], walk.n, walk.v_head, walk.v_col, m.width, spec.head_dim_k, spec.ht_dtype
+    )
+
+
+@T.macro
+def store_entering(spec: Spec, m: Smem, f: Tiles, walk: Walk, h, first_chunk, i):
+    state.store_transposed(
+        h, f.S, h.shape[0], first_chunk + i, walk.v_head, walk.v_col, m.width, spec.head_dim_k, spec.dtype
+    )
+
+
+def allocate(spec: Spec) -> Smem:
+    """Allocates a CTA's shared memory, annotates its swizzles and makes the barriers."""
+    wgs, ring = spec.value_warpgroups, (STAGES, C)
+    warps = pipeline.WARPS_PER_WARPGROUP
+    m = Smem(
+        width=V_TILE * wgs,
+        k=T.alloc_shared((*ring, spec.head_dim_k), spec.dtype),
+        q=T.alloc_shared((*ring, spec.head_dim_k), spec.dtype),
+        t=T.alloc_shared((*ring, C), spec.dtype),
+        p=T.alloc_shared((*ring, C), spec.dtype),
+        v=T.alloc_shared((STAGES * wgs, C, V_TILE), spec.dtype),
+        o=T.alloc_shared((C, V_TILE * wgs), spec.dtype),
+        g=T.alloc_shared((GATE_SLOTS, C), "float32"),
+        beta=T.alloc_shared((GATE_SLOTS, C), "float32"),
+        beta_gamma=T.alloc_shared((GATE_SLOTS, C), "float32"),
+        inv=T.alloc_shared((GATE_SLOTS, C), "float32"),
+        pre=T.alloc_shared((GATE_SLOTS, C), "float32"),
+        post=T.alloc_shared((GATE_SLOTS, C), "float32"),
+        total=T.alloc_shared((GATE_SLOTS,), "float32"),
+        mode=T.alloc_shared((GATE_SLOTS,), "int32"),
+        loaded=T.alloc_barrier([3] * STAGES),
+        scored=T.alloc_barrier([warps] * STAGES),
+        freed=T.alloc_barrier([warps * wgs] * STAGES),
+        o_ready=T.alloc_barrier([warps * wgs]),
+        o_free=T.alloc_barrier([1]),
+    )
+    T.annotate_layout(layouts.swizzled(m.v, m.o))
+    return m
+
+
+def make(spec: Spec):
+    """Returns the prim_func of a specification."""
+    K, V, wgs = spec.head_dim_k, spec.head_dim_v, spec.value_warpgroups
+    v_tiles = V // (V_TILE * wgs)
+    load_regs, scores_regs, value_regs = REGISTERS[wgs]
+    batch, num_tokens, num_k_heads, num_v_heads = T.dynamic("batch num_tokens num_k_heads num_v_heads")
+    cu_len = T.dynamic("cu_len")
+
+    def strided(name, heads, dim, dtype):
+        strides = tuple(T.dynamic(f"{name}_stride_{axis}", "int64") for axis in "bth")
+        return T.StridedTensor((batch, num_tokens, heads, dim), (*strides, 1), dtype)
+
+    beta_strides = tuple(T.dynamic(f"beta_stride_{axis}", "int64") for axis in "bth")
+
+    @T.prim_func
+    def fused_forward(
+        q: strided("q", num_k_heads, K, spec.dtype),
+        k: strided("k", num_k_heads, K, spec.dtype),
+        v: strided("v", num_v_heads, V, spec.dtype),
+        T_inv: T.Tensor((batch, num_tokens, num_v_heads, C), spec.dtype),
+        g_cumsum: T.Tensor((batch, num_tokens, num_v_heads), "float32"),
+        beta: T.StridedTensor((batch, num_tokens, num_v_heads), beta_strides, spec.beta_dtype),
+        h0: state.strided_state("h0", spec.h0_dtype, K, V),
+        cu: T.Tensor((cu_len,), "int32"),
+        o: strided("o", num_v_heads, V, spec.dtype),
+        ht: state.strided_state("ht", spec.ht_dtype, K, V),
+        h: state.strided_state("h", spec.dtype, K, V),
+        scale: T.float32,
+        num_seqs: T.int32,
+        cu_step: T.int32,
+        seq_len: T.int32,
+    ):
+        with T.Kernel(num_seqs * num_v_heads * v_tiles, threads=128 * (2 + wgs)) as (block,):
+            T.import_source(fragments.LEAN_SOURCE + fragments.STORE_SOURCE + rows.SOURCE)
+            m = allocate(spec)
+            n, seq_batch, start, length = (T.alloc_var("int32") for _ in range(4))
+            chunks, k_head, v_head, first_chunk = (T.alloc_var("int32") for _ in range(4))
+            n = block // v_tiles // num_v_heads
+            v_head = block // v_tiles - n * num_v_heads
+            k_head = v_head // (num_v_heads // num_k_heads)
+            flat_tokens = batch * num_tokens
+            program.locate_sequence(cu, cu_step, seq_len, flat_tokens, n, seq_batch, start, length)
+            chunks = T.ceildiv(length, C)
+            if spec.store_h:
+                program.first_chunk(cu, cu_step, seq_len, flat_tokens, C, n, first_chunk)
+            walk = Walk(
+                n=n,
+                batch=seq_batch,
+                start=start,
+                length=length,
+                chunks=chunks,
+                k_head=k_head,
+                v_head=v_head,
+                v_col=block % v_tiles * (V_TILE * wgs),
+            )
+            tx = T.get_thread_binding()
+            if tx < 128:
+                T.set_max_nreg(load_regs, 0)
+                if tx < 32:
+                    load_role(spec, m, walk, q, k, v, T_inv, g_cumsum, beta)
+                elif tx < 64:
+                    store_role(spec, m, walk, o, cu, cu_step, seq_len, flat_tokens, num_seqs)
+                else:
+                    gate_role(spec, m, walk, g_cumsum, beta, scale)
+            elif tx < 256:
+                T.set_max_nreg(scores_regs, 0)
+                scores_role(spec, m, walk)
+            else:
+                T.set_max_nreg(value_regs, 1)
+                value_role(spec, m, walk, h0, ht, h, first_chunk)
+
+    return fused_forward
+
+
+def specs(dtype, beta_dtype, h0_dtype, ht_dtype, head_dim_k, head_dim_v, store_h=False) -> list[Spec]:
+    """Every variant that a configuration can ask for."""
+    return [
+        Spec(dtype, beta_dtype, h0_dtype, ht_dtype, head_dim_k, head_dim_v, wgs, store_h)
+        for wgs in range(1, head_dim_v // V_TILE + 1)
+    ]
+
+
+def fused_forward(o, ht, h, q, k, v, T_inv, g_cumsum, beta, scale, h0, seqs):
+    """Launches the walk. Equations: F3 to F8.
+
+    Args:
+        o: `[B, T, Hv, V]` destination in q's dtype, any strides; rows of no sequence become zero.
+        ht: logical `[N, Hv, K, V]` destination of the final state (any strides) or None.
+        h: logical `[total_chunks, Hv, K, V]` destination of the states entering the chunks, k's dtype, or None.
+        q, k, v: `[B, T, H, D]`, native head sizes; copied when TMA cannot read them through their strides.
+        T_inv: `[B, T, Hv, C]` contiguous, the gated inverse without beta.
+        g_cumsum: `[B, T, Hv]` fp32 contiguous, natural log.
+        beta: `[B, T, Hv]` fp32, bf16 or fp16, any strides.
+        scale: factor of q.
+        h0: logical `[N, Hv, K, V]` initial state (any strides) or None.
+        seqs: the sequences.
+    """
+    device, num_v_heads, head_dim_v, head_dim_k = v.device, v.shape[2], v.shape[3], k.shape[3]
+    if seqs.num_seqs == 0 or num_v_heads == 0:
+        o.zero_()
+        return
+    names = launch.DTYPE_NAMES
+    ht_dtype = names[ht.dtype] if ht is not None else "float32"
+    spec = Spec(
+        dtype=names[q.dtype],
+        beta_dtype=names[beta.dtype],
+        h0_dtype=names[h0.dtype] if h0 is not None else ht_dtype,
+        ht_dtype=ht_dtype,
+        head_dim_k=head_dim_k,
+        head_dim_v=head_dim_v,
+        value_warpgroups=launch.num_value_warpgroups(seqs.num_seqs * num_v_heads, head_dim_v, archs.num_sms(device)),
+        store_h=h is not None,
+    )
+    launch_spec(spec, o, ht, h, q, k, v, T_inv, g_cumsum, beta, scale, h0, seqs)
+
+
+def launch_spec(spec, o, ht, h, q, k, v, T_inv, g_cumsum, beta, scale, h0, seqs):
+    """`fused_forward` with the variant chosen by the caller (the planner, tests, tools)."""
+    device, trailing = v.device, (v.shape[2], spec.head_dim_k, spec.head_dim_v)
+    if h0 is None:
+        h0 = launch.placeholder(device, launch.DTYPES[spec.h0_dtype], *trailing)
+    if ht is None:
+        ht = launch.placeholder(device, launch.DTYPES[spec.ht_dtype], *trailing)
+    if h is None:
+        h = launch.placeholder(device, launch.DTYPES[spec.dtype], *trailing)
+    cu, cu_step, seq_len = launch.cu_arguments(seqs, device)
+    kernel = build(make, spec, archs.of_device(device), PASS_CONFIGS)
+    q, k, v, target = (launch.tma_ready(x) for x in (q, k, v, o))
+    kernel(
+        q, k, v, T_inv, g_cumsum, beta, h0, cu, target, ht, h, scale, seqs.num_seqs, cu_step, seq_len
+    )  # fmt: skip
+    if target.data_ptr() != o.data_ptr():
+        o.copy_(target)

@@ -1,0 +1,541 @@
+"""The backward's two recurrences in one launch: the state entering, and the state cotangent leaving, every chunk.
+
+Equations F3 to F5 and F8 (forward walk), B1, B2 and B4 (reverse walk), with the state held transposed in registers.
+Everything of a chunk that does not depend on the state is folded into two operand tiles by a warpgroup that runs ahead:
+
+    forward   acc^T = V^T B1 + S^T w^T     B1 = (e T beta)^T  w = -(e T beta Gamma) K  S^T <- e^gC S^T + acc^T K
+    reverse   acc^T = dO^T B1 + dS^T w^T   B1 = P T           w = T^T e K
+              dS^T <- e^gC dS^T + dO^T (s Gamma Q) - (acc^T beta Gamma) K
+
+so the serial chain of a chunk is two products and two roundings; acc is e Vd (forward) or X (reverse). Emulated
+against float64 the error is that of the unfolded chain (3.7e-3 against 3.5e-3 without decay, equal with decay).
+Every exponent is <= 0 by construction (as gates are) or selected away. The last step of the forward walk, and of the
+reverse one when nobody wants dh0, only stores the state. `stage_state` and `store_role` alone decide what is stored.
+
+Grid: x = 2 * N * Hv * V tiles CTAs, the reverse walks (the longer ones) first, the V tile innermost.
+
+Roles (W value warpgroups, 64 rows of the transposed state each):
+    role        threads     registers (W = 1, 2)   computes
+    load        warp 0      40, 32                 TMA of K, Q (reverse), V or dO, T
+    store       warps 1..W  40, 32                 TMA of the rounded states
+    gate        warp 3      40, 32                 row factors, a ring ahead
+    operands    128         152, 96                B1, w; zeroes the rows past the sequence's end
+    value       128 W       240, 192               the recurrence
+
+Barriers (arrivals count warps; rings of `STAGES`, `X_SLOTS`, `W_SLOTS`):
+    name        signalled by        waited by        guards
+    loaded      load (TMA bytes)    operands, value  k, q, t
+    x_loaded    load (TMA bytes)    operands, value  x
+    decayed     gate                operands         row factors (value sees them through b1_ready)
+    b1_ready    operands            value            t (now B1), zeroed rows, row factors
+    w_ready     operands            value            w
+    w_free      value               operands         w
+    x_free      value               load             x (read into registers)
+    freed       value               load, gate       k, q, t, row factors
+    staged      value w             store w          out[w]
+    sent        store w             value w          out[w]
+
+Shared memory, K = V = 128: a stage is k 16 + q 16 + t 8 KB + 1.3 KB of row factors (3); x 8 W (2); w 16 (2); out 16 W.
+"""
+
+from dataclasses import dataclass
+
+import tilelang.language as T
+import torch
+
+from flash_qla import arch as archs
+
+from ..constants import CHUNK_SIZE as C
+from ..sequences import Sequences
+from . import launch
+from .build import build
+from .tiles import fragments, layouts, pipeline, program, state
+
+V_TILE = 64
+STAGES = 3
+X_SLOTS = 2
+W_SLOTS = 2
+LOG2E = 1.4426950408889634
+REGISTERS = {1: (40, 152, 240), 2: (32, 96, 192)}
+MASKED = -1e30  # exp2 of it is 0
+OPERANDS_BARRIER = 15  # named barrier inside the operands warpgroup
+PASS_CONFIGS = {
+    "tl.disable_warp_specialized": True,
+    "tl.disable_shared_memory_reuse": True,
+    "tl.disable_thread_storage_sync": True,
+    "tl.enable_fast_math": True,
+    "tl.disable_safe_memory_legalize": True,  # indices are in bounds by construction (tiles/program.py clamps)
+    "tl.disable_buffer_init_check": True,  # it does not see the writes of `fragments`
+}
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Compile key.
+
+    Attributes:
+        dtype: of q, k, v, do, T_inv and the stored states.
+        head_dim_k, head_dim_v: 64 or 128.
+        beta_dtype, h0_dtype, dht_dtype: of those tensors (dh0 has h0's).
+        value_warpgroups: 64-row slices of the transposed state per CTA.
+    """
+
+    dtype: str
+    head_dim_k: int = 128
+    head_dim_v: int = 128
+    beta_dtype: str = "float32"
+    h0_dtype: str = "float32"
+    dht_dtype: str = "float32"
+    value_warpgroups: int = 2
+
+    @property
+    def v_tiles(self) -> int:
+        return self.head_dim_v // (V_TILE * self.value_warpgroups)
+
+
+def specs(dtype, head_dim_k=128, head_dim_v=128, beta_dtype="float32", h0_dtype="float32", dht_dtype="float32"):
+    """Every Spec that a configuration can ask for (warm-up and the lowering test)."""
+    counts = (1,) if head_dim_v == V_TILE else (1, 2)
+    return [Spec(dtype, head_dim_k, head_dim_v, beta_dtype, h0_dtype, dht_dtype, n) for n in counts]
+
+
+@dataclass
+class Smem:
+    """Shared memory and barriers of a CTA; rings have a leading stage or slot."""
+
+    k: object
+    q: object
+    t: object
+    x: list
+    w: object
+    out: list
+    g: object
+    e: object
+    e_op: object
+    beta: object
+    minus_beta_gamma: object
+    scale_gamma: object
+    total: object
+    loaded: object
+    x_loaded: object
+    decayed: object
+    b1_ready: object
+    w_ready: object
+    w_free: object
+    x_free: object
+    freed: object
+    staged: object
+    sent: object
+
+
+@dataclass
+class Walk:
+    """Where a CTA walks, and which way. `updates`: chunks whose update of the state anybody needs."""
+
+    reverse: bool
+    n: object
+    batch: object
+    start: object
+    length: object
+    chunks: object
+    updates: object
+    first_slot: object
+    k_head: object
+    v_head: object
+    v_col: object
+
+    def chunk(self, step):
+        return self.chunks - 1 - step if self.reverse else step
+
+
+@T.macro
+def load_role(spec: Spec, m: Smem, walk: Walk, q, k, x, T_inv):
+    K = spec.head_dim_k
+    for i in T.serial(walk.updates):
+        stage = i % STAGES
+        slot = i % X_SLOTS
+        left = walk.start + walk.chunk(i) * C
+        right = left + C
+        T.barrier_wait(m.freed[stage], (i // STAGES + 1) % 2)
+        T.tma_copy(k[walk.batch, left:right, walk.k_head, 0:K], m.k[stage, :, :], barrier=m.loaded[stage])
+        if walk.reverse:
+            T.tma_copy(q[walk.batch, left:right, walk.k_head, 0:K], m.q[stage, :, :], barrier=m.loaded[stage])
+        T.tma_copy(T_inv[walk.batch, left:right, walk.v_head, 0:C], m.t[stage, :, :], barrier=m.loaded[stage])
+        if T.shuffle_elect(32):
+            T.barrier_arrive(m.loaded[stage])
+        T.barrier_wait(m.x_free[slot], (i // X_SLOTS + 1) % 2)
+        for w in tuple(range(spec.value_warpgroups)):
+            col = walk.v_col + w * V_TILE
+            T.tma_copy(
+                x[walk.batch, left:right, walk.v_head, col : col + V_TILE],
+                m.x[w][slot, :, :],
+                barrier=m.x_loaded[slot],
+            )
+        if T.shuffle_elect(32):
+            T.barrier_arrive(m.x_loaded[slot])
+
+
+@T.macro
+def store_role(spec: Spec, m: Smem, walk: Walk, w, states):
+    v_col = walk.v_col + w * V_TILE
+    for i in T.serial(walk.chunks):
+        T.barrier_wait(m.staged[w], i % 2)
+        T.copy(
+            m.out[w],
+            states[walk.first_slot + walk.chunk(i), walk.v_head, v_col : v_col + V_TILE, 0 : spec.head_dim_k],
+        )
+        pipeline.arrive(m.sent, w)
+
+
+@T.macro
+def gate_role(m: Smem, walk: Walk, g_cumsum, beta, scale):
+    """Two tokens a lane, loads before the wait. Past the end: the last token's g, beta 0."""
+    lane = T.get_thread_binding() % 32
+    g_last = T.alloc_var("float32")
+    g = T.alloc_local((2,), "float32")
+    b = T.alloc_local((2,), "float32")
+    for i in T.serial(walk.updates):
+        stage = i % STAGES
+        left = walk.start + walk.chunk(i) * C
+        last = T.min(walk.length - walk.chunk(i) * C, C) - 1
+        g_last = g_cumsum[walk.batch, left + last, walk.v_head] * LOG2E
+        for half in T.unroll(2):
+            g[half] = g_cumsum[walk.batch, left + T.min(lane + 32 * half, last), walk.v_head] * LOG2E
+            b[half] = T.if_then_else(
+                lane + 32 * half <= last,
+                T.cast(beta[walk.batch, left + T.min(lane + 32 * half, last), walk.v_head], "float32"),
+                0.0,
+            )
+        T.barrier_wait(m.freed[stage], (i // STAGES + 1) % 2)
+        for half in T.unroll(2):
+            row = lane + 32 * half
+            m.minus_beta_gamma[stage, row] = -b[half] * T.exp2(g[half])
+            if walk.reverse:
+                m.g[stage, row] = g[half]
+                m.e_op[stage, row] = T.exp2(g_last - g[half])
+                m.scale_gamma[stage, row] = scale * T.exp2(g[half])
+            else:
+                m.e[stage, row] = T.exp2(g_last - g[half])
+                m.beta[stage, row] = b[half]
+        if lane == 0:
+            m.total[stage] = T.exp2(g_last)
+        pipeline.arrive(m.decayed, stage)
+
+
+@T.macro
+def zero_past_end(spec: Spec, m: Smem, walk: Walk, i, valid):
+    """For the whole operands warpgroup, and through `b1_ready` for the value warpgroups."""
+    stage = i % STAGES
+    slot = i % X_SLOTS
+    fragments.zero_rows_from(m.k, stage, valid, spec.head_dim_k)
+    fragments.zero_rows_from(m.t, stage, valid, C)
+    if walk.reverse:
+        fragments.zero_rows_from(m.q, stage, valid, spec.head_dim_k)
+    T.barrier_wait(m.x_loaded[slot], (i // X_SLOTS) % 2)
+    for w in tuple(range(spec.value_warpgroups)):
+        fragments.zero_rows_from(m.x[w], slot, valid, V_TILE)
+    T.fence_proxy_async()
+    T.sync_threads(OPERANDS_BARRIER, 128)
+
+
+@T.macro
+def forward_b1(spec: Spec, m: Smem, stage, T_op, B1_op):
+    """B1_op = e T beta, T_op = -e T beta Gamma: the left operand of w."""
+    fragments.load_tile(T_op, m.t, stage)
+    for i, j in T.Parallel(C, C):
+        B1_op[i, j] = T.cast(T_op[i, j], "float32") * m.e[stage, i] * m.beta[stage, j]
+    for i, j in T.Parallel(C, C):
+        T_op[i, j] = T.cast(T_op[i, j], "float32") * m.e[stage, i] * m.minus_beta_gamma[stage, j]
+
+
+@T.macro
+def reverse_b1(spec: Spec, m: Smem, stage, scale, T_op, B1_op, P):
+    """B1_op = P T, T_op = T^T e: the left operand of w."""
+    g_row = T.alloc_fragment((C,), "float32")
+    g_col = T.alloc_fragment((C,), "float32")
+    T.wgmma_gemm(m.q[stage, :, :], m.k[stage, :, :], P, transpose_B=True, clear_accum=True)
+    fragments.load_tile_transposed(T_op, m.t, stage)
+    for t, i in T.Parallel(C, C):
+        T_op[t, i] = T_op[t, i] * m.e_op[stage, i]
+    T.copy(m.g[stage, :], g_row)  # into registers: a load under a condition per element would run one by one
+    T.copy(m.g[stage, :], g_col)
+    T.wait_wgmma(0)
+    T.warpgroup_fence_operand(P, num_regs=C * C // 128)
+    for i, j in T.Parallel(C, C):
+        B1_op[i, j] = P[i, j] * T.exp2(T.Select(i >= j, g_row[i] - g_col[j], MASKED))
+    T.wgmma_gemm(B1_op, m.t[stage, :, :], P, clear_accum=True)
+    T.wait_wgmma(0)
+    T.warpgroup_fence_operand(P, num_regs=C * C // 128)
+    for i, t in T.Parallel(C, C):
+        B1_op[i, t] = P[i, t] * scale
+
+
+@T.macro
+def operands_role(spec: Spec, m: Smem, walk: Walk, scale):
+    T_op = T.alloc_fragment((C, C), spec.dtype)
+    B1_op = T.alloc_fragment((C, C), spec.dtype)
+    acc = T.alloc_fragment((C, C), "float32")
+    for i in T.serial(walk.updates):
+        stage = i % STAGES
+        T.barrier_wait(m.loaded[stage], (i // STAGES) % 2)
+        T.barrier_wait(m.decayed[stage], (i // STAGES) % 2)
+        valid = walk.length - walk.chunk(i) * C
+        if valid < C:
+            zero_past_end(spec, m, walk, i, valid)
+        if walk.reverse:
+            reverse_b1(spec, m, stage, scale, T_op, B1_op, acc)
+        else:
+            forward_b1(spec, m, stage, T_op, B1_op)
+        T.wgmma_gemm(T_op, m.k[stage, :, 0:64], acc, clear_accum=True)
+        T.sync_threads(OPERANDS_BARRIER, 128)  # every warp is done with T
+        fragments.store_tile(m.t, stage, B1_op)
+        pipeline.publish(m.b1_ready, stage)
+        T.barrier_wait(m.w_free[i % W_SLOTS], (i // W_SLOTS + 1) % 2)
+        for col in tuple(range(0, spec.head_dim_k, 64)):
+            T.wait_wgmma(0)
+            T.warpgroup_fence_operand(acc, num_regs=C * C // 128)
+            T.copy(acc, B1_op)
+            if col + 64 < spec.head_dim_k:
+                T.wgmma_gemm(T_op, m.k[stage, :, col + 64 : col + 128], acc, clear_accum=True)
+            fragments.store_tile(m.w, i % W_SLOTS, B1_op, col)
+        pipeline.publish(m.w_ready, i % W_SLOTS)
+
+
+@T.macro
+def stage_state(m: Smem, w, i, S_op):
+    """Writes the rounded state of step i for the store warp; `publish` follows when the writes have landed."""
+    T.barrier_wait(m.sent[w], (i + 1) % 2)
+    for part in tuple(range(int(S_op.shape[1]) // 64)):
+        fragments.store_columns(m.out[w], S_op, part)
+
+
+@T.macro
+def start_chunk(spec: Spec, m: Smem, walk: Walk, w, i, x_op, acc):
+    """Issues acc = x^T B1 of step i: needs no state."""
+    stage = i % STAGES
+    slot = i % X_SLOTS
+    T.barrier_wait(m.x_loaded[slot], (i // X_SLOTS) % 2)
+    T.barrier_wait(m.b1_ready[stage], (i // STAGES) % 2)
+    fragments.load_tile_transposed(x_op, m.x[w], slot)
+    pipeline.arrive(m.x_free, slot)
+    T.wgmma_gemm(x_op, m.t[stage, :, :], acc, transpose_B=not walk.reverse, clear_accum=True)
+
+
+@T.macro
+def value_role(spec: Spec, m: Smem, walk: Walk, w, first_state, last_state):
+    """The recurrence of one 64-row slice of the transposed state, from first_state to last_state (None: not kept)."""
+    K, v_col = spec.head_dim_k, walk.v_col + w * V_TILE
+    S = T.alloc_fragment((V_TILE, K), "float32")
+    S_op = T.alloc_fragment((V_TILE, K), spec.dtype)
+    x_op = T.alloc_fragment((V_TILE, C), spec.dtype)
+    acc = T.alloc_fragment((V_TILE, C), "float32")
+    acc_op = T.alloc_fragment((V_TILE, C), spec.dtype)
+    total = T.alloc_var("float32")
+    state.load_transposed(S, first_state, first_state.shape[0], walk.n, walk.v_head, v_col, V_TILE, K)
+    if walk.updates > 0:
+        start_chunk(spec, m, walk, w, 0, x_op, acc)
+    for i in T.serial(walk.updates):
+        stage = i % STAGES
+        T.copy(S, S_op)
+        T.barrier_wait(m.loaded[stage], (i // STAGES) % 2)
+        T.barrier_wait(m.w_ready[i % W_SLOTS], (i // W_SLOTS) % 2)
+        T.wgmma_gemm(S_op, m.w[i % W_SLOTS, :, :], acc, transpose_B=True)
+        total = m.total[stage]
+        for jv, jk in T.Parallel(V_TILE, K):
+            S[jv, jk] *= total
+        stage_state(m, w, i, S_op)
+        if walk.reverse:
+            T.wait_wgmma(1)
+            for jv, j in T.Parallel(V_TILE, C):
+                x_op[jv, j] = T.cast(x_op[jv, j], "float32") * m.scale_gamma[stage, j]
+            T.wgmma_gemm(x_op, m.q[stage, :, :], S)
+            T.wait_wgmma(1)
+        else:
+            T.wait_wgmma(0)
+        T.warpgroup_fence_operand(acc, num_regs=V_TILE * C // 128)
+        pipeline.arrive(m.w_free, i % W_SLOTS)
+        if walk.reverse:
+            for jv, j in T.Parallel(V_TILE, C):
+                acc_op[jv, j] = acc[jv, j] * m.minus_beta_gamma[stage, j]
+        else:
+            T.copy(acc, acc_op)
+        T.wgmma_gemm(acc_op, m.k[stage, :, :], S)
+        pipeline.publish(m.staged, w)
+        if walk.reverse:
+            T.wait_wgmma(1)  # x_op is free
+        # The last step starts its own chunk once more: nobody reads the result, and no branch cuts the pipeline.
+        start_chunk(spec, m, walk, w, T.min(i + 1, walk.updates - 1), x_op, acc)
+        T.wait_wgmma(1)
+        T.warpgroup_fence_operand(S, num_regs=V_TILE * K // 128)
+        pipeline.arrive(m.freed, stage)
+    T.wait_wgmma(0)
+    if walk.updates < walk.chunks:
+        T.copy(S, S_op)
+        stage_state(m, w, walk.updates, S_op)
+        pipeline.publish(m.staged, w)
+    if last_state is not None:
+        state.store_transposed(last_state, S, last_state.shape[0], walk.n, walk.v_head, v_col, V_TILE, K, spec.h0_dtype)
+
+
+def allocate(spec: Spec) -> Smem:
+    """Allocates a CTA's shared memory, annotates its swizzles and makes the barriers."""
+    wgs, ring, K = spec.value_warpgroups, (STAGES, C), spec.head_dim_k
+    warps = pipeline.WARPS_PER_WARPGROUP
+    m = Smem(
+        k=T.alloc_shared((*ring, K), spec.dtype),
+        q=T.alloc_shared((*ring, K), spec.dtype),
+        t=T.alloc_shared((*ring, C), spec.dtype),
+        x=[T.alloc_shared((X_SLOTS, C, V_TILE), spec.dtype) for _ in range(wgs)],
+        w=T.alloc_shared((W_SLOTS, C, K), spec.dtype),
+        out=[T.alloc_shared((V_TILE, K), spec.dtype) for _ in range(wgs)],
+        g=T.alloc_shared(ring, "float32"),
+        e=T.alloc_shared(ring, "float32"),
+        e_op=T.alloc_shared(ring, spec.dtype),
+        beta=T.alloc_shared(ring, "float32"),
+        minus_beta_gamma=T.alloc_shared(ring, "float32"),
+        scale_gamma=T.alloc_shared(ring, "float32"),
+        total=T.alloc_shared((STAGES,), "float32"),
+        loaded=T.alloc_barrier([1] * STAGES),
+        x_loaded=T.alloc_barrier([1] * X_SLOTS),
+        decayed=T.alloc_barrier([1] * STAGES),
+        b1_ready=T.alloc_barrier([warps] * STAGES),
+        w_ready=T.alloc_barrier([warps] * W_SLOTS),
+        w_free=T.alloc_barrier([warps * wgs] * W_SLOTS),
+        x_free=T.alloc_barrier([warps * wgs] * X_SLOTS),
+        freed=T.alloc_barrier([warps * wgs] * STAGES),
+        staged=T.alloc_barrier([warps] * wgs),
+        sent=T.alloc_barrier([1] * wgs),
+    )
+    T.annotate_layout(layouts.swizzled(*m.x, *m.out))
+    return m
+
+
+@T.macro
+def run_roles(spec: Spec, m: Smem, walk: Walk, q, k, x, T_inv, g_cumsum, beta, scale, states, first_state, last_state):
+    """One direction. The register budget is per role, so both directions share it."""
+    load_regs, operands_regs, value_regs = REGISTERS[spec.value_warpgroups]
+    at_launch = 65536 // (128 * (2 + spec.value_warpgroups)) // 8 * 8
+    tx = T.get_thread_binding()
+    if tx < 128:
+        T.set_max_nreg(load_regs, 0)
+        if tx < 32:
+            load_role(spec, m, walk, q, k, x, T_inv)
+        elif tx < 64:
+            store_role(spec, m, walk, 0, states)
+        elif tx < 96:
+            if spec.value_warpgroups == 2:
+                store_role(spec, m, walk, 1, states)
+        else:
+            gate_role(m, walk, g_cumsum, beta, scale)
+    elif tx < 256:
+        T.set_max_nreg(operands_regs, 1 if operands_regs > at_launch else 0)
+        operands_role(spec, m, walk, scale)
+    elif tx < 384:
+        T.set_max_nreg(value_regs, 1)
+        value_role(spec, m, walk, 0, first_state, last_state)
+    else:
+        if spec.value_warpgroups == 2:
+            T.set_max_nreg(value_regs, 1)
+            value_role(spec, m, walk, 1, first_state, last_state)
+
+
+def make(spec: Spec):
+    """Returns the prim_func of a specification."""
+    K, V, wgs = spec.head_dim_k, spec.head_dim_v, spec.value_warpgroups
+    batch, num_tokens, num_k_heads, num_v_heads = T.dynamic("batch num_tokens num_k_heads num_v_heads")
+    cu_len, slots = T.dynamic("cu_len slots")
+
+    def strided(name, heads, dim):
+        strides = tuple(T.dynamic(f"{name}_stride_{axis}", "int64") for axis in "bth")
+        return T.StridedTensor((batch, num_tokens, heads, dim), (*strides, 1), spec.dtype)
+
+    beta_strides = tuple(T.dynamic(f"beta_stride_{axis}", "int64") for axis in "bth")
+
+    @T.prim_func
+    def backward_states(
+        q: strided("q", num_k_heads, K),
+        k: strided("k", num_k_heads, K),
+        v: strided("v", num_v_heads, V),
+        do: strided("do", num_v_heads, V),
+        T_inv: T.Tensor((batch, num_tokens, num_v_heads, C), spec.dtype),
+        g_cumsum: T.Tensor((batch, num_tokens, num_v_heads), "float32"),
+        beta: T.StridedTensor((batch, num_tokens, num_v_heads), beta_strides, spec.beta_dtype),
+        h0: state.strided_state("h0", spec.h0_dtype, K, V),
+        dht: state.strided_state("dht", spec.dht_dtype, K, V),
+        dh0: state.strided_state("dh0", spec.h0_dtype, K, V),
+        cu: T.Tensor((cu_len,), "int32"),
+        S: T.Tensor((slots, num_v_heads, V, K), spec.dtype),
+        dS: T.Tensor((slots, num_v_heads, V, K), spec.dtype),
+        scale: T.float32,
+        num_seqs: T.int32,
+        cu_step: T.int32,
+        seq_len: T.int32,
+    ):
+        with T.Kernel(2 * num_seqs * num_v_heads * spec.v_tiles, threads=128 * (2 + wgs)) as (block,):
+            T.import_source(fragments.SOURCE + fragments.LEAN_SOURCE + fragments.COLUMNS_SOURCE)
+            m = allocate(spec)
+            n, seq_batch, start, length, pair = (T.alloc_var("int32") for _ in range(5))
+            chunks, updates, k_head, v_head, first_slot = (T.alloc_var("int32") for _ in range(5))
+            num_pairs = num_seqs * num_v_heads * spec.v_tiles
+            pair = block % num_pairs
+            n = pair // spec.v_tiles // num_v_heads
+            v_head = pair // spec.v_tiles - n * num_v_heads
+            k_head = v_head // (num_v_heads // num_k_heads)
+            flat_tokens = batch * num_tokens
+            program.locate_sequence(cu, cu_step, seq_len, flat_tokens, n, seq_batch, start, length)
+            chunks = T.ceildiv(length, C)
+            first_slot = program.offset(cu, cu_step, seq_len, flat_tokens, n) // C + n
+            where = dict(
+                n=n,
+                batch=seq_batch,
+                start=start,
+                length=length,
+                chunks=chunks,
+                updates=updates,
+                first_slot=first_slot,
+                k_head=k_head,
+                v_head=v_head,
+                v_col=pair % spec.v_tiles * (V_TILE * wgs),
+            )
+            if block < num_pairs:
+                updates = T.if_then_else(n < dh0.shape[0], chunks, T.max(chunks - 1, 0))
+                run_roles(spec, m, Walk(True, **where), q, k, do, T_inv, g_cumsum, beta, scale, dS, dht, dh0)
+            else:
+                updates = T.max(chunks - 1, 0)
+                run_roles(spec, m, Walk(False, **where), q, k, v, T_inv, g_cumsum, beta, scale, S, h0, None)
+
+    return backward_states
+
+
+def backward_states(q, k, v, T_inv, g_cumsum, beta, do, scale, h0, dht, dh0, seqs: Sequences):
+    """Runs both recurrences.
+
+    Args:
+        q, k: `[B, T, Hq, K]`; v, do: `[B, T, Hv, V]`; any strides that TMA can read.
+        T_inv, g_cumsum: from `solve`, contiguous; beta: `[B, T, Hv]`.
+        scale: factor of q.
+        h0, dht: `[N, Hv, K, V]` logical (strided) or None for zeros.
+        dh0: `[N, Hv, K, V]` logical destination of the reverse state before the first chunk, or None.
+
+    Returns:
+        S and dS `[slots, Hv, V, K]` in k's dtype: transposed state entering, state cotangent leaving, each chunk.
+        Slots that no chunk owns are not written.
+    """
+    device = k.device
+    K, V, Hv = k.shape[-1], v.shape[-1], v.shape[2]
+    h0_dtype = next((x.dtype for x in (h0, dh0, dht) if x is not None), torch.float32)
+    dht_dtype = torch.float32 if dht is None else dht.dtype
+    spec = Spec(
+        launch.DTYPE_NAMES[k.dtype], K, V, launch.DTYPE_NAMES[beta.dtype], launch.DTYPE_NAMES[h0_dtype],
+        launch.DTYPE_NAMES[dht_dtype],
+        launch.num_value_warpgroups(2 * seqs.num_seqs * Hv, V, archs.num_sms(device)),
+    )  # fmt: skip
+    kernel = build(make, spec, archs.of_device(device), PASS_CONFIGS)
+    h0 = launch.placeholder(device, h0_dtype, Hv, K, V) if h0 is None else h0
+    dht = launch.placeholder(device, dht_dtype, Hv, K, V) if dht is None else dht
+    dh0 = launch.placeholder(device, h0_dtype, Hv, K, V) if dh0 is None else dh0
+    S, dS = (torch.empty((seqs.max_slots, Hv, V, K), dtype=k.dtype, device=device) for _ in range(2))
+    q, k, v, do = (launch.tma_ready(x) for x in (q, k, v, do))
+    cu, cu_step, seq_len = launch.cu_arguments(seqs, device)
+    kernel(q, k, v, do, T_inv, g_cumsum, beta, h0, dht, dh0, cu, S, dS, float(scale), seqs.num_seqs, cu_step, seq_len)
+    return S, dS

@@ -1,0 +1,162 @@
+"""ldmatrix/stmatrix between a 64-column tile of a shared-memory ring and a fragment, the stage a run-time value.
+
+`T.copy` uses them only for whole 2-D buffers; from a ring it falls back to scalar accesses with an address register
+each. Here one address per thread serves a tile: the 128-byte swizzle XORs the column, so the others are constants away.
+The fragment is a 64 x 64 16-bit accumulator or A operand of one warpgroup (their register orders agree).
+"""
+
+import tilelang.language as T
+
+SOURCE = r"""
+namespace flash_qla {
+// This thread's ldmatrix/stmatrix row in a 64 x 64 tile with the 128-byte swizzle, first pair of 8-column groups.
+__device__ __forceinline__ unsigned tile_row(void const* tile) {
+  unsigned lane = threadIdx.x & 31, row = ((threadIdx.x >> 5) & 3) * 16 + (lane & 15);
+  return (unsigned)__cvta_generic_to_shared(tile) + row * 128 + (((lane >> 4) ^ (row & 7)) << 4);
+}
+__device__ __forceinline__ void load_tile(void* fragment, void const* tile) {
+  unsigned* r = (unsigned*)fragment;
+  unsigned address = tile_row(tile);
+#pragma unroll
+  for (int c = 0; c < 4; ++c)
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[4 * c]), "=r"(r[4 * c + 1]), "=r"(r[4 * c + 2]), "=r"(r[4 * c + 3])
+                 : "r"(address ^ (c << 5)) : "memory");
+}
+// The transpose: thread rows are the tile's columns.
+__device__ __forceinline__ void load_tile_transposed(void* fragment, void const* tile) {
+  unsigned* r = (unsigned*)fragment;
+  unsigned lane = threadIdx.x & 31, row = (lane >> 4) * 8 + (lane & 7);
+  unsigned group = ((threadIdx.x >> 5) & 3) * 2 + ((lane >> 3) & 1);
+  unsigned address = (unsigned)__cvta_generic_to_shared(tile) + row * 128 + ((group ^ (row & 7)) << 4);
+#pragma unroll
+  for (int c = 0; c < 4; ++c)
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[4 * c]), "=r"(r[4 * c + 1]), "=r"(r[4 * c + 2]), "=r"(r[4 * c + 3])
+                 : "r"(address + c * 2048) : "memory");
+}
+__device__ __forceinline__ void store_tile(void* tile, void const* fragment) {
+  unsigned const* r = (unsigned const*)fragment;
+  unsigned address = tile_row(tile);
+#pragma unroll
+  for (int c = 0; c < 4; ++c)
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+                 :: "r"(address ^ (c << 5)), "r"(r[4 * c]), "r"(r[4 * c + 1]), "r"(r[4 * c + 2]), "r"(r[4 * c + 3])
+                 : "memory");
+}
+__device__ __forceinline__ void store_part(void* tile, void const* fragment, int part) {
+  store_tile(tile, (unsigned const*)fragment + 16 * part);
+}
+}  // namespace flash_qla
+"""
+
+
+# The thread index is read where it is used, so that no address lives in a register through a role's whole loop.
+LEAN_SOURCE = r"""
+namespace flash_qla {
+__device__ __forceinline__ unsigned thread_index() {
+  unsigned thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+// fragment = transpose of the tile: a fragment's rows are the tile's columns.
+__device__ __forceinline__ void load_transposed(void* fragment, void const* tile) {
+  unsigned* r = (unsigned*)fragment;
+  unsigned thread = thread_index(), row = ((thread >> 1) & 8) + (thread & 7);
+  unsigned group = ((thread >> 5) & 3) * 2 + ((thread >> 3) & 1);
+  unsigned address = (unsigned)__cvta_generic_to_shared(tile) + row * 128 + ((group ^ (row & 7)) << 4);
+#pragma unroll
+  for (int c = 0; c < 4; ++c)
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[4 * c]), "=r"(r[4 * c + 1]), "=r"(r[4 * c + 2]), "=r"(r[4 * c + 3])
+                 : "r"(address + c * 2048) : "memory");
+}
+__device__ __forceinline__ void zero_rows_from(void* tile, int first, int panels) {
+  unsigned thread = thread_index();
+#pragma unroll 1
+  for (int panel = 0; panel < panels; ++panel)
+#pragma unroll 1
+    for (int byte = first * 128 + (thread & 127) * 16; byte < 64 * 128; byte += 128 * 16)
+      *(uint4*)((char*)tile + panel * 64 * 128 + byte) = make_uint4(0, 0, 0, 0);
+}
+}  // namespace flash_qla
+"""
+
+COLUMNS_SOURCE = r"""
+namespace flash_qla {
+// store_part without an address that lives through the role's loop (needs LEAN_SOURCE).
+__device__ __forceinline__ void store_columns(void* tile, void const* fragment, int part) {
+  unsigned const* r = (unsigned const*)fragment + 16 * part;
+  unsigned thread = thread_index(), row = ((thread >> 5) & 3) * 16 + (thread & 15);
+  unsigned address = (unsigned)__cvta_generic_to_shared(tile) + row * 128 + ((((thread >> 4) & 1) ^ (row & 7)) << 4);
+#pragma unroll
+  for (int c = 0; c < 4; ++c)
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+                 :: "r"(address ^ (c << 5)), "r"(r[4 * c]), "r"(r[4 * c + 1]), "r"(r[4 * c + 2]), "r"(r[4 * c + 3])
+                 : "memory");
+}
+}  // namespace flash_qla
+"""
+
+
+def load_tile(fragment, ring, stage, col=0):
+    """Call expression: fragment = ring[stage, :, col : col + 64] (col a multiple of 64)."""
+    return T.call_extern("void", "flash_qla::load_tile", fragment.access_ptr("w"), T.address_of(ring[stage, 0, col]))
+
+
+def load_tile_transposed(fragment, ring, stage):
+    """Call expression: fragment = transpose of ring[stage], 64 columns wide."""
+    # access_ptr, not address_of: TileLang takes the latter for a possible store and fences the next wgmma.
+    tile = ring.access_ptr("r", offset=stage * (64 * 64))
+    return T.call_extern("void", "flash_qla::load_transposed", fragment.access_ptr("w"), tile)
+
+
+def store_tile(ring, stage, fragment, col=0):
+    """Call expression: ring[stage, :, col : col + 64] = fragment. The caller fences before wgmma reads it elsewhere."""
+    return T.call_extern("void", "flash_qla::store_tile", T.address_of(ring[stage, 0, col]), fragment.access_ptr("r"))
+
+
+def store_part(tile, fragment, part):
+    """Call expression: tile[:, 64 part : 64 part + 64] = fragment[:, 64 part : 64 part + 64], both 64 rows.
+
+    "r" although it stores: TileLang would fence the next wgmma, which does not read the tile. The caller fences.
+    """
+    target = tile.access_ptr("r", offset=part * 64)
+    return T.call_extern("void", "flash_qla::store_part", target, fragment.access_ptr("r"), part)
+
+
+def zero_rows_from(ring, stage, first, cols):
+    """Call expression: ring[stage, first:, :] = 0 by one warpgroup (the swizzle stays in a row). The caller fences."""
+    return T.call_extern("void", "flash_qla::zero_rows_from", T.address_of(ring[stage, 0, 0]), first, cols // 64)
+
+
+STORE_SOURCE = r"""
+namespace flash_qla {
+// store_tile without an address that lives through the role's loop (needs LEAN_SOURCE).
+__device__ __forceinline__ void store_tile_lean(void* tile, void const* fragment) {
+  unsigned const* r = (unsigned const*)fragment;
+  unsigned thread = thread_index(), row = ((thread >> 5) & 3) * 16 + (thread & 15);
+  unsigned address = (unsigned)__cvta_generic_to_shared(tile) + row * 128 + ((((thread >> 4) & 1) ^ (row & 7)) << 4);
+#pragma unroll
+  for (int c = 0; c < 4; ++c)
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+                 :: "r"(address ^ (c << 5)), "r"(r[4 * c]), "r"(r[4 * c + 1]), "r"(r[4 * c + 2]), "r"(r[4 * c + 3])
+                 : "memory");
+}
+}  // namespace flash_qla
+"""
+
+
+def store_tile_unfenced(ring, stage, fragment):
+    """`store_tile` for a 64-column ring that no product of the storing role reads.
+
+    "r" although it stores: TileLang would fence that role's next wgmma. The caller fences before it hands over.
+    """
+    tile = ring.access_ptr("r", offset=stage * (64 * 64))
+    return T.call_extern("void", "flash_qla::store_tile_lean", tile, fragment.access_ptr("r"))
+
+
+def store_columns(tile, fragment, part):
+    """Call expression: `store_part` with the address made on the spot (LEAN_SOURCE, COLUMNS_SOURCE)."""
+    target = tile.access_ptr("r", offset=part * 64)
+    return T.call_extern("void", "flash_qla::store_columns", target, fragment.access_ptr("r"), part)
