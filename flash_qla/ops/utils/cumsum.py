@@ -1,8 +1,11 @@
 """Cumulative gates, restarting in each chunk."""
 
+from numbers import Integral
+
 import torch
 
 from flash_qla.ops.gated_delta_rule.chunk import reference
+from flash_qla.ops.gated_delta_rule.chunk.problem import Problem
 from flash_qla.ops.gated_delta_rule.chunk.sequences import Sequences
 
 
@@ -21,13 +24,13 @@ def chunk_local_cumsum(
         float32 `[B, T, H]`; rows of no sequence are zero.
 
     Raises:
-        ValueError: a shape or a chunk size that is not as above.
+        ValueError: an argument that is not as above.
     """
-    if g.dim() != 3:
-        raise ValueError(f"g must be [B, T, H], got shape {tuple(g.shape)}")
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
-    if cu_seqlens is not None and g.shape[0] != 1:
-        raise ValueError(f"cu_seqlens needs g with B = 1 (packed sequences), got B = {g.shape[0]}")
+    if not isinstance(g, torch.Tensor) or g.dim() != 3:
+        got = f"shape {tuple(g.shape)}" if isinstance(g, torch.Tensor) else type(g).__name__
+        raise ValueError(f"g must be [B, T, H], got {got}")
+    if not isinstance(chunk_size, Integral) or chunk_size < 1:
+        raise ValueError(f"chunk_size must be an integer, at least 1, got {chunk_size!r}")
+    Problem.check_cu_seqlens(g.shape[0], g.device, cu_seqlens)
     seqs = Sequences.build(g.shape[0], g.shape[1], chunk_size, cu_seqlens)
     return reference.cumsum(g, seqs, reverse).float()

@@ -12,7 +12,7 @@ from . import backend, cp
 from .autograd import ChunkGatedDeltaRule, NormalizeQK
 from .backward import backward
 from .forward import forward
-from .problem import Problem, check_values
+from .problem import SMALL_DTYPES, Problem, check_values
 
 _ACCEPTED_UNUSED = ("chunk_offsets",)  # some callers pass it along; it is derived from cu_seqlens
 
@@ -23,29 +23,31 @@ def _reject_unknown(function: str, kwargs: dict) -> None:
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
 
 
-def _activate_gate(g, A_log, dt_bias):
-    """gate = -exp(A_log) * softplus(g + dt_bias), in float32 (float64 for float64 logits)."""
-    compute = torch.float64 if g.dtype == torch.float64 else torch.float32
+def _activate_gate(g, A_log, dt_bias, compute):
+    """gate = -exp(A_log) * softplus(g + dt_bias), in the dtype `compute`."""
     logits = g.to(compute)
     if dt_bias is not None:
         logits = logits + dt_bias.to(compute)
     return -A_log.to(compute).exp() * F.softplus(logits)
 
 
-def _activate_beta(beta, allow_neg_eigval):
-    """beta = sigmoid(beta), doubled with allow_neg_eigval, in float32 (float64 for float64 logits)."""
-    beta = torch.sigmoid(beta.to(torch.float64 if beta.dtype == torch.float64 else torch.float32))
+def _activate_beta(beta, allow_neg_eigval, compute):
+    """beta = sigmoid(beta), doubled with allow_neg_eigval, in the dtype `compute`."""
+    beta = torch.sigmoid(beta.to(compute))
     return 2 * beta if allow_neg_eigval else beta
 
 
 def _cast_for_autocast(q, k, v):
-    """Returns q, k, v in the autocast dtype where autocast is on. What is no tensor is left to the checks."""
+    """Returns q, k, v in the autocast dtype where autocast is on, as autocast itself casts: neither float64 nor int.
+
+    What it does not cast is left to the checks.
+    """
     if not isinstance(q, torch.Tensor) or q.dtype == torch.float64 or q.device.type == "meta":
         return q, k, v
     if not torch.is_autocast_enabled(q.device.type):
         return q, k, v
     dtype = torch.get_autocast_dtype(q.device.type)
-    return tuple(x.to(dtype) if isinstance(x, torch.Tensor) else x for x in (q, k, v))
+    return tuple(x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype in SMALL_DTYPES else x for x in (q, k, v))
 
 
 def _check_chunk_indices(x):
@@ -143,6 +145,8 @@ def chunk_gated_delta_rule(
     if head_first:
         raise ValueError("head_first=True is not supported; pass q, k, v as [B, T, H, D] (head_first=False)")
     if transpose_state_layout is not None:
+        if state_v_first and not transpose_state_layout:
+            raise ValueError("transpose_state_layout=False contradicts state_v_first=True; it is an old name of that")
         state_v_first = bool(transpose_state_layout)
     _check_chunk_indices(chunk_indices)
     cu_seqlens, cu_seqlens_cpu = cp.resolve_cu_seqlens(cp_context, cu_seqlens, cu_seqlens_cpu)
@@ -155,21 +159,23 @@ def chunk_gated_delta_rule(
     inputs = (q, k, v, g, beta, initial_state, A_log, dt_bias)
     wants_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     if out is not None:
-        problem.check_like("out", out, "o")
+        names = ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias")
+        problem.check_out(out, **dict(zip(names, inputs)))
         if wants_grad:
             raise ValueError("out cannot be combined with gradients; call under torch.no_grad() or leave out=None")
     stages = backend.stages_for(problem)
-    cp.check_supported(force_intra_cp, stages)
+    cp.check_supported(force_intra_cp or getattr(cp_context, "force_intra", False), stages)
     if env.debug():
         check_values(seqs, q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, A_log=A_log, dt_bias=dt_bias)
 
+    compute = torch.float64 if problem.dtype == torch.float64 else torch.float32
     with no_autocast(q.device.type):
         if use_qk_l2norm_in_kernel:
             q, k = NormalizeQK.apply(q, k, stages)
         if use_gate_in_kernel:
-            g = _activate_gate(g, A_log, dt_bias)
+            g = _activate_gate(seqs.zero_padding(g), A_log, dt_bias, compute)
         if use_beta_sigmoid_in_kernel:
-            beta = _activate_beta(beta, allow_neg_eigval)
+            beta = _activate_beta(seqs.zero_padding(beta), allow_neg_eigval, compute)
     if not wants_grad:
         _, _, o, _, final_state = forward(
             problem, seqs, q, k, v, g, beta, initial_state, output_final_state=output_final_state, out=out

@@ -31,13 +31,15 @@ class _Meta(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype | None
     device: torch.device | None
-    got: str | None = None  # the type's name of something that is no tensor
+    got: str | None = None  # what something is that is no dense tensor
 
     @classmethod
     def of(cls, x) -> _Meta | None:
         if isinstance(x, torch.Tensor):
-            return cls(x.shape, x.dtype, x.device)
-        return None if x is None else cls((), None, None, type(x).__name__)
+            if x.layout is torch.strided:
+                return cls(x.shape, x.dtype, x.device)
+            return cls((), None, None, f"a tensor of layout {x.layout}")
+        return x if x is None or isinstance(x, cls) else cls((), None, None, type(x).__name__)
 
 
 def _shape(x) -> tuple[int, ...]:
@@ -59,6 +61,37 @@ def _require_dtype(name, dtype, allowed, why=""):
 def _require_shape(name, x, expected, axes):
     if _shape(x) != tuple(expected):
         raise ValueError(f"{name} must have shape {axes} = {tuple(expected)}, got {_shape(x)}")
+
+
+def _span(shape, strides) -> int:
+    """Elements between the first and the last one of a strided tensor, both included."""
+    return 1 + sum((n - 1) * stride for n, stride in zip(shape, strides))
+
+
+def _overlaps_itself(x) -> bool:
+    span = 1
+    for stride, n in sorted((stride, n) for stride, n in zip(x.stride(), x.shape) if n > 1):
+        if stride < span:
+            return True
+        span += (n - 1) * stride
+    return False
+
+
+def _overlap(x, y) -> bool:
+    """Whether two tensors may share memory. Columns of the rows of one `[B, T, ...]` buffer, side by side, do not."""
+    if x.numel() == 0 or y.numel() == 0:
+        return False
+    distance = y.data_ptr() - x.data_ptr()
+    ends = [_span(t.shape, t.stride()) * t.element_size() for t in (x, y)]
+    if not -ends[1] < distance < ends[0]:
+        return False
+    if min(x.dim(), y.dim()) < 3:
+        return True
+    (pitch, other), batches = ([t.stride(i) * t.element_size() for t in (x, y)] for i in (1, 0))
+    if pitch < 1 or pitch != other or any(b % pitch for b in batches):
+        return True
+    widths = [_span(t.shape[2:], t.stride()[2:]) * t.element_size() for t in (x, y)]
+    return not widths[0] <= distance % pitch <= pitch - widths[1]
 
 
 @dataclass(frozen=True)
@@ -111,16 +144,16 @@ class Problem:
             raise ValueError(f"scale must be None or a number, got {scale!r}")
         if state_dtype is not None and not isinstance(state_dtype, torch.dtype):
             raise ValueError(f"state_dtype must be a torch.dtype, got {state_dtype!r}")
+        if chunk_size not in (None, CHUNK_SIZE):
+            raise ValueError(f"chunk_size={chunk_size!r} is not supported; supported: None or {CHUNK_SIZE}")
         metas = map(_Meta.of, (q, k, v, g, beta, initial_state, cu_seqlens, cu_seqlens_cpu))
-        problem = _checked(
-            *metas, None if scale is None else float(scale), bool(state_v_first), state_dtype, chunk_size
-        )
+        problem = _checked(*metas, None if scale is None else float(scale), bool(state_v_first), state_dtype)
         seqs = Sequences.build(problem.batch, problem.num_tokens, CHUNK_SIZE, cu_seqlens, cu_seqlens_cpu)
         return problem, seqs
 
     @classmethod
     def _of_metas(
-        cls, q, k, v, g, beta, initial_state, cu_seqlens, cu_seqlens_cpu, scale, state_v_first, state_dtype, chunk_size
+        cls, q, k, v, g, beta, initial_state, cu_seqlens, cu_seqlens_cpu, scale, state_v_first, state_dtype
     ) -> Problem:
         for name, x in (("q", q), ("k", k), ("v", v)):
             axes = "[B, T, Hv, V]" if name == "v" else "[B, T, Hq, K]"
@@ -153,9 +186,7 @@ class Problem:
         if batch * num_tokens >= 2**31:
             raise ValueError(f"q has B * T = {batch * num_tokens} tokens; supported: below 2^31")
 
-        if chunk_size not in (None, CHUNK_SIZE):
-            raise ValueError(f"chunk_size={chunk_size!r} is not supported; supported: None or {CHUNK_SIZE}")
-        cls._check_cu_seqlens(batch, q.device, cu_seqlens, cu_seqlens_cpu)
+        cls.check_cu_seqlens(batch, q.device, cu_seqlens, cu_seqlens_cpu)
         num_seqs = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
         cls._check_state(
             "initial_state", initial_state, num_seqs, q, num_v_heads, head_dim_v, state_v_first, small, why
@@ -172,7 +203,8 @@ class Problem:
         )  # fmt: skip
 
     @staticmethod
-    def _check_cu_seqlens(batch, device, cu_seqlens, cu_seqlens_cpu):
+    def check_cu_seqlens(batch, device, cu_seqlens, cu_seqlens_cpu=None):
+        cu_seqlens, cu_seqlens_cpu = _Meta.of(cu_seqlens), _Meta.of(cu_seqlens_cpu)
         if cu_seqlens is None:
             if cu_seqlens_cpu is not None:
                 raise ValueError("cu_seqlens_cpu was given without cu_seqlens; pass the offsets as cu_seqlens too")
@@ -225,6 +257,15 @@ class Problem:
             _require_dtype(name, x.dtype, SMALL_DTYPES + (torch.float64,))
         if x.device != self.device:
             raise ValueError(f"{name} is on {x.device} but q is on {self.device}; all inputs must share one device")
+
+    def check_out(self, out, **inputs) -> None:
+        """Checks the tensor that o is written into: o's form, and memory that neither it nor an input uses twice."""
+        self.check_like("out", out, "o")
+        if _overlaps_itself(out):
+            raise ValueError(f"out has strides {out.stride()}: its elements share memory; pass a tensor of its own")
+        for name, x in inputs.items():
+            if x is not None and _overlap(out, x):
+                raise ValueError(f"out shares memory with {name}, which is read after out is written; pass another")
 
     def check_inverse(self, g_cumsum, T_inv) -> None:
         """Checks the forward's g_cumsum and A, as the low-level functions take them back."""

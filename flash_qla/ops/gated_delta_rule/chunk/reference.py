@@ -46,8 +46,8 @@ def recurrence(q, k, v, g, beta, scale, initial_state, seqs: Sequences):
     group = num_v_heads // max(q.shape[2], 1)
     bounds = seqs.bounds()
     longest = max((e - s for s, e in bounds), default=0)
-    steps = torch.arange(longest)
-    rows = torch.tensor(bounds, dtype=torch.int64).view(-1, 2)
+    steps = torch.arange(longest, device="cpu")
+    rows = torch.tensor(bounds, dtype=torch.int64, device="cpu").view(-1, 2)
     rows = torch.where(rows[:, :1] + steps < rows[:, 1:], rows[:, :1] + steps, -1).to(device)
 
     def padded(x):
@@ -145,11 +145,7 @@ def _seq_groups(seqs, num_heads, head_dims) -> Iterator[list[int]]:
 
 def _walk(seqs, group, device, reverse=False) -> Iterator[tuple[int, torch.Tensor]]:
     """Yields (number of running sequences, their chunk numbers) per step."""
-    counts = seqs.num_chunks()
-    first, total = [], 0
-    for count in counts:
-        first.append(total)
-        total += count
+    counts, first = seqs.num_chunks(), seqs.first_chunks()
     for step in range(counts[group[0]]):
         running = [n for n in group if counts[n] > step]
         chunks = [first[n] + (counts[n] - 1 - step if reverse else step) for n in running]

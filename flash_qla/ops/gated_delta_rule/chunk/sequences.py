@@ -12,6 +12,7 @@ number is bounded by `tokens // C + N`. Slots that no chunk owns are skipped. `t
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 
@@ -62,6 +63,13 @@ class Sequences:
         """Whether `bounds()` needs no device read."""
         return not self.is_varlen or self.cu_seqlens_cpu is not None
 
+    def zero_padding(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns `[B, T, H]` with zeros in the rows of no sequence: their NaN must reach no sum. No device read."""
+        if not self.is_varlen:
+            return x
+        rows, cu = torch.arange(self.num_tokens, device=x.device), self.cu_seqlens.to(x.device)
+        return x.masked_fill(((rows < cu[0]) | (rows >= cu[-1])).view(-1, 1), 0)
+
     def bounds(self) -> list[tuple[int, int]]:
         """Returns (start, end) flat rows of each sequence. Reads the device once when the host has no copy.
 
@@ -80,7 +88,15 @@ class Sequences:
 
     def num_chunks(self) -> list[int]:
         """Chunks of each sequence, 0 for an empty one. Same cost as `bounds()`."""
-        return [-(-(e - s) // self.chunk_size) for s, e in self.bounds()]
+        if "num_chunks" not in self._cache:
+            self._cache["num_chunks"] = [-(-(e - s) // self.chunk_size) for s, e in self.bounds()]
+        return self._cache["num_chunks"]
+
+    def first_chunks(self) -> list[int]:
+        """The number of each sequence's first chunk, all chunks counted in order."""
+        if "first_chunks" not in self._cache:
+            self._cache["first_chunks"] = list(accumulate(self.num_chunks()[:-1], initial=0))[: self.num_seqs]
+        return self._cache["first_chunks"]
 
     def total_chunks(self) -> int:
         return sum(self.num_chunks())
@@ -95,9 +111,9 @@ class Sequences:
             torch.where(r < e, r, -1)
             for s, e in self.bounds()
             if e > s
-            for r in (torch.arange(s, s + -(-(e - s) // self.chunk_size) * self.chunk_size),)
+            for r in (torch.arange(s, s + -(-(e - s) // self.chunk_size) * self.chunk_size, device="cpu"),)
         ]
-        flat = torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64)
+        flat = torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64, device="cpu")
         return flat.view(-1, self.chunk_size).to(device)
 
     def chunk_seq(self) -> list[tuple[int, int]]:

@@ -14,6 +14,13 @@ def _problem(k, v, g, beta, q=None, **options):
     return Problem.check(k if q is None else q, k, v, g, beta, **options)
 
 
+def _require_tensor(name, x, axes):
+    """What has no q is checked as if k were q: errors about k must not speak of q."""
+    if not isinstance(x, torch.Tensor) or x.dim() != axes.count(",") + 1:
+        got = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
+        raise ValueError(f"{name} must be a torch.Tensor {axes}, got {got}")
+
+
 def kkt_solve(k, b, chunk_size=64, cu_seqlens=None, g=None) -> torch.Tensor:
     """Inverse of the chunk's triangular system, `(I + L)^-1` with `L_ij = b_i exp(g_i - g_j) k_i·k_j` for i > j.
 
@@ -30,6 +37,8 @@ def kkt_solve(k, b, chunk_size=64, cu_seqlens=None, g=None) -> torch.Tensor:
     Raises:
         ValueError: as in `chunk_gated_delta_rule`.
     """
+    _require_tensor("k", k, "[B, T, Hq, K]")
+    _require_tensor("b", b, "[B, T, Hv]")
     gate = torch.zeros_like(b, dtype=torch.float32) if g is None else g
     value = k.new_empty((*k.shape[:2], b.shape[-1], 1))  # only its shape is looked at
     _, seqs = _problem(k, value, gate, b, cu_seqlens=cu_seqlens, chunk_size=chunk_size)
@@ -85,8 +94,9 @@ def fused_gdr_h(
     """
     if num_warmup_chunks is not None:
         raise NotImplementedError(f"num_warmup_chunks={num_warmup_chunks} is not supported yet; supported: None")
+    _require_tensor("k", k, "[B, T, Hq, K]")
     _, h, final_state = fused_gdr_fwd(
-        torch.zeros_like(k), k, v, a, g, b, None, initial_state, output_final_state, output_h, False,
+        k, k, v, a, g, b, None, initial_state, output_final_state, output_h, False,
         cu_seqlens, state_v_first,
     )  # fmt: skip
     return h, final_state, None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from numbers import Integral
+
 import torch
 
 from flash_qla import arch as archs
@@ -30,6 +32,13 @@ def warmup(
     Raises:
         ValueError: heads, head sizes or dtypes that no call accepts.
     """
+    sizes = {"num_k_heads": num_k_heads, "num_v_heads": num_v_heads, "head_dim_k": head_dim_k, "head_dim_v": head_dim_v}
+    for name, size in sizes.items():
+        if not isinstance(size, Integral) or size < 1:
+            raise ValueError(f"{name} must be a positive integer, got {size!r}")
+    for name, given in (("dtype", dtype), ("gate_dtype", gate_dtype), ("state_dtype", state_dtype)):
+        if not isinstance(given, torch.dtype):
+            raise ValueError(f"{name} must be a torch.dtype, got {given!r}")
     from .backend import why_no_kernels
     from .problem import Problem
 

@@ -48,7 +48,7 @@ def build_cp_context(
 
     Raises:
         NotImplementedError: enable_inter, or a group of several cards.
-        ValueError: a chunk_size other than 64.
+        ValueError: a chunk_size other than 64, a group that is none.
     """
     if enable_inter:
         raise NotImplementedError("enable_inter=True: context parallelism across cards is not supported yet")
@@ -62,6 +62,8 @@ def build_cp_context(
 
 
 def _refuse_several_cards(group) -> None:
+    if group is not None and not hasattr(group, "size"):
+        raise ValueError(f"group must be a torch.distributed.ProcessGroup or None, got {group!r}")
     if group is not None and group.size() > 1:
         raise NotImplementedError(
             f"cp_context.group has {group.size()} ranks: context parallelism across cards is not supported yet"
@@ -72,14 +74,21 @@ def resolve_cu_seqlens(cp_context, cu_seqlens, cu_seqlens_cpu):
     """Returns (cu_seqlens, cu_seqlens_cpu): the call's own, or else the context's. Accepts FLA's context objects.
 
     Raises:
+        ValueError: cp_context has none of the fields.
         NotImplementedError: the context spans several cards.
     """
     if cp_context is None:
         return cu_seqlens, cu_seqlens_cpu
+    if not (hasattr(cp_context, "group") or hasattr(cp_context, "cu_seqlens")):
+        raise ValueError(
+            f"cp_context must be a FlashQLACPContext or have its fields (group, cu_seqlens, …), got {cp_context!r}"
+        )
     _refuse_several_cards(getattr(cp_context, "group", None))
+    of_context = getattr(cp_context, "cu_seqlens", None)
     if cu_seqlens is None:
-        cu_seqlens = getattr(cp_context, "cu_seqlens", None)
-    if cu_seqlens_cpu is None and cu_seqlens is not None:
+        cu_seqlens = of_context
+    # The context's host copy belongs to the context's offsets, not to others that the call brings.
+    if cu_seqlens_cpu is None and cu_seqlens is not None and cu_seqlens is of_context:
         cu_seqlens_cpu = getattr(cp_context, "cu_seqlens_cpu", None)
     return cu_seqlens, cu_seqlens_cpu
 
