@@ -58,7 +58,17 @@ setup(
     python_requires=">=3.10",
     install_requires=["torch>=2.8", "tilelang>=0.1.12", "apache-tvm-ffi", "numpy"],
     extras_require={
-        "test": ["pytest", "pytest-xdist", "pytest-timeout", "hypothesis", "ruff", "build", "setuptools>=70.1", "tqdm"],
+        "test": [
+            "pytest",
+            "pytest-xdist",
+            "pytest-timeout",
+            "hypothesis",
+            "ruff",
+            "build",
+            "setuptools>=70.1",
+            "tqdm",
+            "matplotlib",
+        ],
         "bench": ["pandas", "matplotlib", "tqdm", "rich"],
         "nvcc": ["tilelang[nvcc]"],
     },

@@ -62,7 +62,7 @@ def main(argv=None) -> int:
     reports, lines = [], []
     with compiled.Compiling(list(variants), options.jobs) as compiling:
         for report in compiling.reports():
-            problems = report.problems(variants[report.name].arch.smem_bytes)
+            problems = report.problems(variants[report.name].arch.smem_bytes, variants[report.name].known_spill_bytes)
             reports.append(report)
             lines.append(cells(report, problems))
             print(f"[{len(lines)}/{len(variants)}] {report.name}: {lines[-1][-1]}", file=sys.stderr, flush=True)

@@ -6,7 +6,7 @@ set -euo pipefail
 
 choose_python
 cd "$REPO"
-install_package test pytest xdist pytest_timeout hypothesis ruff build tqdm
+install_package test pytest xdist pytest_timeout hypothesis ruff build tqdm matplotlib
 has pytest || die "pytest is missing in $PYTHON" \
   "Activate a virtual environment (python3 -m venv .venv && . .venv/bin/activate) and run this again."
 # CI promises that kernels are lowered: a missing nvcc fails there and skips elsewhere.

@@ -42,7 +42,7 @@ def compiling(nvcc, request):
 def test_variant_compiles_without_spills(name, compiling):
     variant = next(variant for variant in compiled.all_variants() if variant.name == name)
     report = compiled.report(variant) if compiling is None else compiling.report(name)
-    assert report.problems(variant.arch.smem_bytes) == [], report
+    assert report.problems(variant.arch.smem_bytes, variant.known_spill_bytes) == [], report
     assert 0 < report.registers <= 255
 
 
@@ -67,6 +67,8 @@ def test_ptxas_output_is_understood():
     problems = report.problems(smem_limit=227 * 1024)
     assert len(problems) == 2, "the spill and the remark; 231,024 bytes fit 232,448"
     assert len(compiled.Report("x", **found, dynamic_smem=232_000).problems(227 * 1024)) == 3
+    assert not any("spills" in problem for problem in report.problems(known_spill_bytes=28))
+    assert any("spills" in problem for problem in report.problems(known_spill_bytes=27))
     assert compiled.Report("x", error="no").problems() == ["no"]
     clean = compiled.parse_ptxas(
         "    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\nUsed 40 registers"

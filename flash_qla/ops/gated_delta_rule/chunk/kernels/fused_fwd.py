@@ -371,6 +371,8 @@ def value_role(spec: Spec, m: Smem, walk: Walk, h0, ht, h, first_chunk):
     mode = T.alloc_var("int32")
     last = walk.chunks - 1
     state.load_transposed(f.S, h0, h0.shape[0], walk.n, walk.v_head, walk.v_col, m.width, spec.head_dim_k)
+    # keeps S in one place: bf16 states spilled without
+    T.warpgroup_fence_operand(f.S, num_regs=m.width * spec.head_dim_k // (128 * (m.width // V_TILE)))
     if last >= 0:
         if spec.store_h:
             store_entering(spec, m, f, walk, h, first_chunk, 0)

@@ -18,7 +18,7 @@ dg needs row products of each value head alone (all from the operands that the p
     dβ = X·(V − Γ U) + rowsum(dM ∘ K Kᵀ)
 
 Roles:
-    role      threads   registers   computes
+    role      threads   registers   computes (K = 128)
     load      warp 0    24          TMA; zeroes the rows past the sequence's end
     row       warp 1    24          row factors of each value head; dg and dβ out of the roles' row sums
     store     warp 2    24          dv
@@ -68,7 +68,13 @@ C = 64
 DO_STAGES = 3
 HEAD_STAGES = 2
 LOG2E = 1.4426950408889634
-REGISTERS = {"load": 24, "chain": 168, "query": 168, "key": 152}
+# By head_dim_k. With K = 128 one tile address of the key role and one value of the row warp live in local memory: of
+# the budgets tried this one spills least. The lowering test allows no more.
+REGISTERS = {
+    64: {"load": 40, "chain": 168, "query": 152, "key": 152},
+    128: {"load": 24, "chain": 168, "query": 168, "key": 152},
+}
+KNOWN_SPILL_BYTES = 16
 PASS_CONFIGS = {
     "tl.disable_warp_specialized": True,
     "tl.disable_shared_memory_reuse": True,
@@ -752,6 +758,7 @@ def zero_rows_after(spec: Spec, w: Work, first, step, last, dq, dk, dv, dbeta, d
 def make(spec: Spec):
     """Returns the prim_func of a specification."""
     K, V = spec.head_dim_k, spec.head_dim_v
+    registers = REGISTERS[K]
     batch, num_tokens, num_k_heads, num_v_heads = T.dynamic("batch num_tokens num_k_heads num_v_heads")
     num_slots, cu_len = T.dynamic("num_slots cu_len")
 
@@ -812,7 +819,7 @@ def make(spec: Spec):
             tx = T.get_thread_binding()
             if count > 0:
                 if tx < 128:
-                    T.set_max_nreg(REGISTERS["load"], 0)
+                    T.set_max_nreg(registers["load"], 0)
                     if tx < 32:
                         load_role(spec, m, b, w, slot, q, k, v, T_inv, do, S, dS)
                     elif tx < 64:
@@ -820,13 +827,13 @@ def make(spec: Spec):
                     elif tx < 96:
                         store_role(spec, m, b, w, dv)
                 elif tx < 256:
-                    T.set_max_nreg(REGISTERS["chain"], 1)
+                    T.set_max_nreg(registers["chain"], 1)
                     chain_role(spec, m, b, w)
                 elif tx < 384:
-                    T.set_max_nreg(REGISTERS["query"], 1)
+                    T.set_max_nreg(registers["query"], 1)
                     query_role(spec, m, b, w, scale, dq)
                 else:
-                    T.set_max_nreg(REGISTERS["key"], 1)
+                    T.set_max_nreg(registers["key"], 1)
                     key_role(spec, m, b, w, dk)
 
     return gradients

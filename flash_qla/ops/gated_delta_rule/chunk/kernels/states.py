@@ -317,8 +317,9 @@ def start_chunk(spec: Spec, m: Smem, walk: Walk, w, i, x_op, acc):
     T.barrier_wait(m.x_loaded[slot], (i // X_SLOTS) % 2)
     T.barrier_wait(m.b1_ready[stage], (i // STAGES) % 2)
     fragments.load_tile_transposed(x_op, m.x[w], slot)
-    pipeline.arrive(m.x_free, slot)
     T.wgmma_gemm(x_op, m.t[stage, :, :], acc, transpose_B=not walk.reverse, clear_accum=True)
+    # After the product, which waits for x in registers: ptxas does not make an arrival wait for an ldmatrix in flight.
+    pipeline.arrive(m.x_free, slot)
 
 
 @T.macro
@@ -332,6 +333,7 @@ def value_role(spec: Spec, m: Smem, walk: Walk, w, first_state, last_state):
     acc_op = T.alloc_fragment((V_TILE, C), spec.dtype)
     total = T.alloc_var("float32")
     state.load_transposed(S, first_state, first_state.shape[0], walk.n, walk.v_head, v_col, V_TILE, K)
+    T.warpgroup_fence_operand(S, num_regs=V_TILE * K // 128)  # keeps S in one place: bf16 states spilled without
     if walk.updates > 0:
         start_chunk(spec, m, walk, w, 0, x_op, acc)
     for i in T.serial(walk.updates):
