@@ -447,10 +447,9 @@ def make(spec: Spec):
     cu_len = T.dynamic("cu_len")
 
     def strided(name, heads, dim, dtype):
-        strides = tuple(T.dynamic(f"{name}_stride_{axis}", "int64") for axis in "bth")
-        return T.StridedTensor((batch, num_tokens, heads, dim), (*strides, 1), dtype)
+        return program.strided_rows(name, (batch, num_tokens, heads, dim), dtype)
 
-    beta_strides = tuple(T.dynamic(f"beta_stride_{axis}", "int64") for axis in "bth")
+    beta_type = program.strided_gates("beta", (batch, num_tokens, num_v_heads), spec.beta_dtype)
 
     @T.prim_func
     def fused_forward(
@@ -459,7 +458,7 @@ def make(spec: Spec):
         v: strided("v", num_v_heads, V, spec.dtype),
         T_inv: T.Tensor((batch, num_tokens, num_v_heads, C), spec.dtype),
         g_cumsum: T.Tensor((batch, num_tokens, num_v_heads), "float32"),
-        beta: T.StridedTensor((batch, num_tokens, num_v_heads), beta_strides, spec.beta_dtype),
+        beta: beta_type,
         h0: state.strided_state("h0", spec.h0_dtype, K, V),
         cu: T.Tensor((cu_len,), "int32"),
         o: strided("o", num_v_heads, V, spec.dtype),

@@ -17,6 +17,7 @@ from flash_qla import arch
 
 from .build import build
 from .launch import DTYPE_NAMES, tma_ready
+from .tiles import program
 
 ROWS, THREADS = 32, 256
 
@@ -33,12 +34,6 @@ class Spec:
 def specs(dtype: str, head_dim: int, backward: bool) -> list[Spec]:
     """Every variant that a configuration can meet."""
     return [Spec(dtype, head_dim, False)] + ([Spec(dtype, head_dim, True)] if backward else [])
-
-
-def strided(name: str, dtype: str, head_dim: int, dims):
-    """Kernel parameter annotation of a `[B, T, H, D]` tensor with run-time strides."""
-    strides = tuple(T.dynamic(f"{name}_stride_{axis}", "int64") for axis in "bth")
-    return T.StridedTensor((*dims, head_dim), (*strides, 1), dtype)
 
 
 @T.macro
@@ -96,7 +91,7 @@ def make(spec: Spec):
     batch, tokens, heads = dims
 
     def source(name):
-        return strided(name, spec.dtype, spec.head_dim, dims)
+        return program.strided_rows(name, (*dims, spec.head_dim), spec.dtype)
 
     def output():  # one object per parameter: parameters that share one would be one buffer
         return T.Tensor((*dims, spec.head_dim), spec.dtype)

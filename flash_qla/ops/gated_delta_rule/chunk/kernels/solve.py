@@ -44,7 +44,7 @@ from .launch import DTYPE_NAMES, cu_arguments, tma_ready
 from .tiles.gate import LOG2E, STEPS, clamped_cumsum, load_rows, store_rows
 from .tiles.inverse import BETA, GATE, KEYS_WORDS, ROWS_WORDS, SCRATCH, WarpSolve, invert, keys_offset
 from .tiles.layouts import swizzled
-from .tiles.program import locate_sequence, offset, sequence_of_slot
+from .tiles.program import locate_sequence, offset, sequence_of_slot, strided_rows
 
 tirx = tvm.tirx
 WARPS = 4
@@ -175,7 +175,6 @@ def zero_rows(g_cumsum, T_inv, first, end, slot, slots, first_head, heads):
 
 def make(spec: Spec):
     batch_size, num_tokens, num_k_heads, num_v_heads, cu_size = T.dynamic("B T Hq Hv cu_size")
-    k_strides = tuple(T.dynamic(f"k_stride_{a}", "int64") for a in "bth")
     # A row and a head stride fit 32 bits (less address arithmetic); the indices are 64-bit all the same.
     g_strides = (T.dynamic("g_stride_b", "int64"), *T.dynamic("g_stride_t g_stride_h"))
     beta_strides = (T.dynamic("beta_stride_b", "int64"), *T.dynamic("beta_stride_t beta_stride_h"))
@@ -184,7 +183,7 @@ def make(spec: Spec):
 
     @T.prim_func
     def solve_sm90(
-        k: T.StridedTensor((batch_size, num_tokens, num_k_heads, spec.head_dim_k), (*k_strides, 1), spec.dtype),
+        k: strided_rows("k", (batch_size, num_tokens, num_k_heads, spec.head_dim_k), spec.dtype),
         g: T.StridedTensor(per_head, g_strides, spec.gate_dtype),
         beta: T.StridedTensor(per_head, beta_strides, spec.beta_dtype),
         cu: T.Tensor((cu_size,), "int32"),

@@ -448,10 +448,9 @@ def make(spec: Spec):
     cu_len, slots = T.dynamic("cu_len slots")
 
     def strided(name, heads, dim):
-        strides = tuple(T.dynamic(f"{name}_stride_{axis}", "int64") for axis in "bth")
-        return T.StridedTensor((batch, num_tokens, heads, dim), (*strides, 1), spec.dtype)
+        return program.strided_rows(name, (batch, num_tokens, heads, dim), spec.dtype)
 
-    beta_strides = tuple(T.dynamic(f"beta_stride_{axis}", "int64") for axis in "bth")
+    beta_type = program.strided_gates("beta", (batch, num_tokens, num_v_heads), spec.beta_dtype)
 
     @T.prim_func
     def backward_states(
@@ -461,7 +460,7 @@ def make(spec: Spec):
         do: strided("do", num_v_heads, V),
         T_inv: T.Tensor((batch, num_tokens, num_v_heads, C), spec.dtype),
         g_cumsum: T.Tensor((batch, num_tokens, num_v_heads), "float32"),
-        beta: T.StridedTensor((batch, num_tokens, num_v_heads), beta_strides, spec.beta_dtype),
+        beta: beta_type,
         h0: state.strided_state("h0", spec.h0_dtype, K, V),
         dht: state.strided_state("dht", spec.dht_dtype, K, V),
         dh0: state.strided_state("dh0", spec.h0_dtype, K, V),

@@ -11,6 +11,17 @@ on the hot path, and no kernel may leave the tensors.
 import tilelang.language as T
 
 
+def strided_rows(name: str, dims, dtype: str):
+    """Kernel parameter annotation of a `[B, T, H, D]` tensor with run-time strides and a unit last one."""
+    strides = tuple(T.dynamic(f"{name}_stride_{axis}", "int64") for axis in "bth")
+    return T.StridedTensor(dims, (*strides, 1), dtype)
+
+
+def strided_gates(name: str, dims, dtype: str):
+    """Kernel parameter annotation of a `[B, T, H]` tensor with run-time strides."""
+    return T.StridedTensor(dims, tuple(T.dynamic(f"{name}_stride_{axis}", "int64") for axis in "bth"), dtype)
+
+
 def offset(cu, cu_step, seq_len, flat_tokens, n):
     """Expression: flat row where sequence n starts (n = N: where the last one ends)."""
     return T.if_then_else(cu_step == 0, n * seq_len, T.min(T.max(cu[n * cu_step], 0), flat_tokens))
