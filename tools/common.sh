@@ -124,5 +124,5 @@ print_setup() {
   "$PYTHON" "$REPO/tools/describe.py" ||
     die "the installation does not work (see above)" \
       "In an environment that this script made: rm -r $VENV, then run it again." \
-      "torch and tilelang must fit each other: tested are torch 2.8 to 2.13 with tilelang 0.1.12 to 0.1.15."
+      "torch and tilelang must fit each other: tested are torch 2.11 and 2.13 with tilelang 0.1.15."
 }
