@@ -727,3 +727,15 @@ def test_supports_says_why():
         answer = flash_qla.supports(*arguments, **options)
         assert isinstance(answer, tuple) and answer[0] is False
         assert word in answer[1], (word, answer[1])
+
+
+def test_supports_follows_the_chosen_backend(monkeypatch):
+    """Guards that a call which would run in PyTorch by choice is not announced as the kernels' (a Hopper is faked)."""
+    from flash_qla.ops.gated_delta_rule.chunk import backend
+
+    inputs = small(torch.bfloat16)
+    monkeypatch.setattr(backend, "why_no_kernels", lambda problem: None)
+    assert flash_qla.supports(inputs.q, inputs.k, inputs.v)[0] is True
+    monkeypatch.setenv("FLASH_QLA_BACKEND", "reference")
+    supported, reason = flash_qla.supports(inputs.q, inputs.k, inputs.v)
+    assert supported is False and "FLASH_QLA_BACKEND" in reason

@@ -276,13 +276,15 @@ def supports(
     """
     try:
         if isinstance(v, torch.Tensor) and v.dim() == 4:
-            gate = torch.empty(v.shape[:3], dtype=torch.float32, device=v.device) if None in (g, beta) else None
-            g, beta = (gate if x is None else x for x in (g, beta))
+            g, beta = (
+                torch.empty(v.shape[:3], dtype=torch.float32, device=v.device) if x is None else x for x in (g, beta)
+            )
         problem, _ = Problem.check(
             q, k, v, g, beta, initial_state=initial_state, cu_seqlens=cu_seqlens, state_v_first=state_v_first,
             state_dtype=state_dtype,
         )  # fmt: skip
-        reason = backend.why_no_kernels(problem)
+        by_choice = "FLASH_QLA_BACKEND=reference chooses PyTorch" if env.backend() == "reference" else None
+        reason = by_choice or backend.why_no_kernels(problem)
     except (ValueError, RuntimeError) as error:
         return False, str(error)
     return (True, "the fused kernels run this call") if reason is None else (False, reason)
