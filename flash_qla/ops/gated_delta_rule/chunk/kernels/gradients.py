@@ -52,6 +52,8 @@ Barriers (arrivals count warps; "h" is a V slice, one slot for each):
 Shared memory, K = V = 128 (tiles of 64 × 64, 8 KB): q 2, k 2, S 4, dS 4, v 2, dO 3, T 2, P 1, scratch 1, Vd 2, X 2,
 dPg 1, K Kᵀ 1: 27 tiles, 216 KB; row factors and sums 10 KB: 226 KB with the barriers 227, all there is.
 Grid: x = (chunk slot, key head), the key head innermost.
+
+Longer than 600 lines: six roles hand over to each other inside one CTA, and their macros read only side by side.
 """
 
 from dataclasses import dataclass
