@@ -1,12 +1,13 @@
 """Benchmarks the chunked gated delta rule, forward and backward, against the published libraries on one GPU.
 
-    python benchmark/bench_gated_delta_rule.py --quick                the published rows, ten minutes of GPU
+    python benchmark/bench_gated_delta_rule.py --quick                the published rows: ten minutes of GPU at most
     python benchmark/bench_gated_delta_rule.py --rows 'fwd-2h8'       rows whose id matches the expression
     python benchmark/bench_gated_delta_rule.py --list                 the ids
 
 Each library runs in a process of its own (worker.py); a row is measured by all of them in turn before the next row, so
-both sides of a speed-up share the minute and the machine. The check against float64 comes before the time. Results:
-CSV, Markdown and a plot per pass in --out; make_report.py makes the README's table from the CSV. See README.md here.
+both sides of a speed-up share the minute and the machine. The check against float64 comes before the time. The CSV is
+rewritten after every row, so a run that is cut short loses nothing, and --resume goes on with it. Results: CSV,
+Markdown and a plot per pass in --out; make_report.py makes the README's tables from the CSV. See README.md here.
 """
 
 from __future__ import annotations
@@ -38,6 +39,11 @@ LIBRARIES = ("ours", "original", "fla", "flashinfer")
 PASSES = ("fwd", "bwd", "fwdbwd")
 RECORDED = ROOT / "benchmark/results/recorded_peers_H200.csv"
 STARTED = time.monotonic()
+# A library that twice gives no answer in time is left out of the rows that follow.
+MAX_TIMEOUTS = 2
+# Importing torch and a library takes ten seconds and more on a cold machine.
+START_TIMEOUT_S = 90.0
+UNKNOWN_COMMIT = "unknown"
 # Rows above it are not run for warming up: several at once would not fit the GPU.
 WARM_MAX_TOKENS = 32768
 TINY_ROWS = tuple(Workload([70, 3, 1], 1, 2, passes=passes) for passes in PASSES)
@@ -57,7 +63,7 @@ class Worker:
 
     def __init__(self, library: str, options: argparse.Namespace, log: Path):
         self.library, self.options, self.log = library, options, log
-        self.process, self.answers = None, queue.Queue()
+        self.process, self.answers, self.timeouts = None, queue.Queue(), 0
         self.info = self._start()
 
     @property
@@ -71,12 +77,14 @@ class Worker:
         path = {"original": self.options.original, "fla": self.options.fla}.get(self.library)
         command += ["--path", path] if path else []
         environment = {**os.environ, "TILELANG_PRINT_ON_COMPILATION": "0"}
+        if self.library == "original" and self.options.original_cache:
+            environment["TILELANG_CACHE_DIR"] = self.options.original_cache
         with open(self.log, "ab") as log:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=environment
             )
         threading.Thread(target=self._read, args=(self.process,), daemon=True).start()
-        answer = self._next(self.options.row_timeout)
+        answer = self._next(max(START_TIMEOUT_S, self.options.row_timeout))
         return answer.get("ready", answer)
 
     def _read(self, process):
@@ -92,6 +100,7 @@ class Worker:
                 process, answer = self.answers.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
                 self.stop(kill=True)
+                self.timeouts += 1
                 return {"error": f"no answer within {timeout_s:.0f} s", "absent": "it did not start in time"}
             if process is not self.process:
                 continue  # the end of one that was stopped before
@@ -107,6 +116,8 @@ class Worker:
 
     def run(self, row: Workload, mode: str) -> dict:
         """Returns the worker's answer for a row (see worker.py)."""
+        if self.timeouts >= MAX_TIMEOUTS:
+            return {"error": f"not run: {self.timeouts} rows before had no answer in time"}
         if self.process is None:
             started = self._start()
             if "absent" in started:
@@ -170,14 +181,13 @@ def warm(rows, options, folder: Path, progress) -> None:
     jobs: dict[tuple, list[Workload]] = {}
     for row in sorted(rows, key=lambda row: row.num_tokens):
         for library in (name for name in ("ours", "original", "fla") if name in options.libraries):
-            members = jobs.setdefault((library, row.num_k_heads, row.num_v_heads), [])
-            seen = library == "fla" and any(other.passes == row.passes for other in members)
-            if row.num_tokens <= WARM_MAX_TOKENS and not seen:
+            members = jobs.setdefault((library, row.passes, row.num_k_heads, row.num_v_heads), [])
+            if row.num_tokens <= WARM_MAX_TOKENS and not (library == "fla" and members):
                 members.append(row)
 
     def run(job):
-        (library, *heads), members = job
-        worker = Worker(library, options, folder / f"warm_{library}_{heads[0]}_{heads[1]}.log")
+        (library, *what), members = job
+        worker = Worker(library, options, folder / "_".join(["warm", library, *map(str, what)]))
         if worker.absent is None:
             for row in members:
                 answer = worker.run(row, "warm")
@@ -192,22 +202,49 @@ def warm(rows, options, folder: Path, progress) -> None:
 
 
 def measure(rows, workers, options, records, save, progress_bar) -> list[str]:
-    """Measures each row with every worker; appends records as they come. Returns the rows left out by --time-limit."""
-    done = {(record.row, record.library) for record in records}
-    left_out = []
-    for row in progress_bar(rows):
-        if options.time_limit and time.monotonic() - STARTED > options.time_limit:
-            left_out.append(row.id)
-            continue
-        new = []
-        for library, worker in workers.items():
-            if (row.id, library) not in done:
+    """Measures each row with every worker; appends records as they come. Returns the rows that a limit left out."""
+    left_out = {row.id: row for row in rows}
+    try:
+        for row in progress_bar(rows):
+            if options.time_limit and time.monotonic() - STARTED > options.time_limit:
+                break
+            new = []
+            for library, worker in workers.items():
                 answer = {"absent": worker.absent} if worker.absent else worker.run(row, "measure")
                 new.append(to_record(row, library, answer))
-        records += new
-        say(progress_bar, one_line(row, [record for record in records if record.row == row.id]))
-        save()
-    return left_out
+            records += new
+            del left_out[row.id]
+            say(progress_bar, one_line(row, new))
+            save()
+    except KeyboardInterrupt:
+        say(progress_bar, "interrupted: the report is of the rows that are done")
+    return list(left_out)
+
+
+def take_up(path: Path, rows, workers, meta) -> list[make_report.Record]:
+    """Returns the records of an earlier run's CSV that need not be measured again: of rows that are complete.
+
+    Complete: every library that is there now has a measured time. A row is measured again as a whole, because both
+    sides of a speed-up belong in one minute. Another commit or GPU is another result set.
+
+    Raises:
+        SystemExit: the earlier run's commit or GPU differs.
+    """
+    earlier, records = make_report.read_csv(path)
+    if meta["commit"] == UNKNOWN_COMMIT:
+        sys.exit("--resume needs to know the commit: give --commit")
+    for key in ("commit", "gpu"):
+        if earlier.get(key) != meta[key]:
+            sys.exit(f"--resume {path}: its {key} is {earlier.get(key)!r}, this run's is {meta[key]!r}; start afresh")
+    present = {library for library, worker in workers.items() if worker.absent is None}
+    ids = {row.id for row in rows}
+    measured = [r for r in records if r.source == "measured" and r.row in ids]
+    libraries = {id: {r.library for r in measured if r.row == id} for id in ids}
+    kept = [r for r in measured if present <= libraries[r.row]]
+    meta["resumed"] = f"{len({r.row for r in kept})} rows from the run of {earlier.get('date', 'an unknown date')}"
+    if "resumed" in earlier:
+        meta["resumed"] += f" ({earlier['resumed']})"
+    return kept
 
 
 def to_record(row: Workload, library: str, answer: dict) -> make_report.Record:
@@ -237,28 +274,40 @@ def to_record(row: Workload, library: str, answer: dict) -> make_report.Record:
     )
 
 
-def add_recorded(records: list[make_report.Record], path: Path) -> list[make_report.Record]:
-    """Returns the records with FlashInfer's recorded times in place of absent ones, scaled where the original ran."""
+def read_recorded(path: Path) -> dict[tuple, dict[str, str]]:
+    """Returns the lines of a file of recorded times, by pass, q/k heads, value heads, lengths."""
     lines = [line for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
     names, *table = [line.split(",") for line in lines]
-    recorded = {}
-    for cells in table:
-        line = dict(zip(names, cells, strict=True))
-        recorded[line["pass"], int(line["h_qk"]), int(line["h_v"]), line["lengths"]] = line
-    original = {record.row: record for record in records if record.library == "original" and record.counts}
-    result = []
-    for record in records:
-        line = recorded.get((record.passes, record.h_qk, record.h_v, record.lengths), {})
-        time_ms = line.get("flashinfer_0.7.4_ms")
-        if record.library == "flashinfer" and record.source == "absent" and time_ms:
-            again = original.get(record.row)
-            factor = again.gpu_ms / float(line["flash_qla_0.1.3_ms"]) if again else 1.0
-            note = f"recorded {time_ms} ms × {factor:.4f}"
-            source = "scaled" if again else "recorded"
-            eager_ms = float(line["flashinfer_0.7.4_eager_ms"])
-            record = replace(record, source=source, gpu_ms=float(time_ms) * factor, eager_ms=eager_ms, note=note)
-        result.append(record)
+    found = (dict(zip(names, cells, strict=True)) for cells in table)
+    return {(line["pass"], int(line["h_qk"]), int(line["h_v"]), line["lengths"]): line for line in found}
+
+
+def add_recorded(records: list[make_report.Record], path: Path) -> list[make_report.Record]:
+    """Returns the records with FlashInfer's recorded times for rows where it was not measured.
+
+    They are scaled by the original's time now over its recorded time where it ran, and marked either way.
+    """
+    recorded, result = read_recorded(path), []
+    for row in make_report.group_rows(records):
+        flashinfer = row.records.get("flashinfer")
+        line = recorded.get((row.first.passes, row.first.h_qk, row.first.h_v, row.first.lengths), {})
+        if line.get("flashinfer_0.7.4_ms") and (flashinfer is None or flashinfer.source in ("absent", "failed")):
+            row.records["flashinfer"] = _recorded(row, line)
+        result += row.records.values()
     return result
+
+
+def _recorded(row: make_report.Row, line: dict[str, str]) -> make_report.Record:
+    """FlashInfer's record of a row, from the line of the recorded file."""
+    time_ms, original = line["flashinfer_0.7.4_ms"], row.records.get("original")
+    scaled = original is not None and original.counts
+    factor = original.gpu_ms / float(line["flash_qla_0.1.3_ms"]) if scaled else 1.0
+    r = row.first
+    return make_report.Record(
+        r.row, r.passes, r.h_qk, r.h_v, r.lengths, r.published, "flashinfer", "scaled" if scaled else "recorded",
+        gpu_ms=float(time_ms) * factor, eager_ms=float(line["flashinfer_0.7.4_eager_ms"]),
+        note=f"recorded {time_ms} ms × {factor:.4f}",
+    )  # fmt: skip
 
 
 def one_line(row: Workload, records) -> str:
@@ -296,8 +345,8 @@ def _commit() -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True)
     except OSError:
-        return "unknown"
-    return done.stdout.strip() or "unknown"
+        return UNKNOWN_COMMIT
+    return done.stdout.strip() or UNKNOWN_COMMIT
 
 
 def say(progress_bar, text: str) -> None:
@@ -329,18 +378,25 @@ def parse(argv=None) -> argparse.Namespace:
     parser.add_argument("--passes", default=",".join(PASSES), help="which passes")
     parser.add_argument("--baselines", default="original,fla,flashinfer", help="libraries beside ours; empty for none")
     parser.add_argument("--original", default=os.environ.get("PEER_QLA"), metavar="PATH", help="original's folder")
+    parser.add_argument(
+        "--original-cache", default=os.environ.get("PEER_QLA_CACHE"), metavar="PATH",
+        help="TileLang cache of the original's process alone (it compiles for minutes where this is empty)",
+    )  # fmt: skip
     parser.add_argument("--fla", default=os.environ.get("PEER_FLA"), metavar="PATH", help="flash_linear_attention's")
     parser.add_argument("--recorded", type=Path, help="recorded FlashInfer times (the H200's on an H200 if not given)")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmark/results", help="folder of the results")
     parser.add_argument("--suffix", help="of the file names (default: the GPU's last word, H200)")
-    parser.add_argument("--resume", action="store_true", help="keep rows that --out's CSV has already")
+    parser.add_argument(
+        "--resume", nargs="?", const="", metavar="CSV",
+        help="keep the complete rows of an earlier run of this commit on this GPU (no path: of --out's CSV)",
+    )  # fmt: skip
     parser.add_argument(
         "--time-limit", type=float, default=0.0, metavar="S", help="start no row this long after the start; 0: none"
     )
     parser.add_argument("--row-timeout", type=float, default=400.0, metavar="S", help="for one row of one library")
     parser.add_argument("--jobs", type=int, default=min(6, (os.cpu_count() or 2) // 2), help="of the warm-up; 0: none")
     parser.add_argument("--seed", type=int, default=0, help="of the inputs")
-    parser.add_argument("--repeats", type=int, help="in place of 15 replays and 10 eager calls")
+    parser.add_argument("--repeats", type=int, help="in place of 15 replays and 30 eager calls")
     parser.add_argument("--device", default="cuda", help="cuda, or cpu to try the script")
     parser.add_argument("--commit", help="recorded in the results (default: git describe)")
     parser.add_argument("--list", action="store_true", help="print the row ids and stop")
@@ -372,8 +428,9 @@ def _run(rows, options, folder: Path) -> int:
     bar = make_progress_bar()
     workers = {}
     try:
-        for library in options.libraries:
-            workers[library] = Worker(library, options, folder / f"{library}.log")
+        with ThreadPoolExecutor(len(options.libraries)) as pool:  # each takes seconds to import
+            started = pool.map(lambda name: Worker(name, options, folder / f"{name}.log"), options.libraries)
+            workers.update(zip(options.libraries, started))
         meta = describe_run(workers, options)
         print("\n".join(make_report.head_lines(meta)), flush=True)
         if workers["ours"].absent:
@@ -384,25 +441,25 @@ def _run(rows, options, folder: Path) -> int:
         path = options.out / f"bench_{suffix}.csv"
         recorded = options.recorded or (RECORDED if "H200" in meta["gpu"] and RECORDED.exists() else None)
         records = []
-        if options.resume and path.exists():
-            ids = {row.id for row in rows}
-            kept = [r for r in make_report.read_csv(path)[1] if r.source == "measured" and r.row in ids]
-            complete = {r.row for r in kept if r.library == "ours"}
-            records = [r for r in kept if r.row in complete]
-            rows = [row for row in rows if row.id not in complete]
-            meta["resumed"] = f"{len(complete)} rows from an earlier run"
+        earlier = Path(options.resume) if options.resume else path
+        if options.resume is not None and earlier.exists():
+            records = take_up(earlier, rows, workers, meta)
+            rows = [row for row in rows if all(record.row != row.id for record in records)]
         if options.jobs and options.device != "cpu":
             warm(rows, options, folder, lambda text: print(text, flush=True))
 
+        place = {row.id: n for n, row in enumerate(ROW_SETS[options.set]())}
+
         def save():
-            make_report.write_csv(path, meta, add_recorded(records, recorded) if recorded else records)
+            in_order = sorted(records, key=lambda record: place[record.row])
+            make_report.write_csv(path, meta, add_recorded(in_order, recorded) if recorded else in_order)
 
         left_out = measure(rows, workers, options, records, save, bar)
     finally:
         for worker in workers.values():
             worker.stop()
     if left_out:
-        meta["left out"] = f"{len(left_out)} rows by --time-limit {options.time_limit:.0f}: {', '.join(left_out)}"
+        meta["left out"] = f"{len(left_out)} rows, from {left_out[0]} on (--time-limit {options.time_limit:.0f})"
     save()
     return finish(path, suffix)
 

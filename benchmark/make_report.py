@@ -3,7 +3,8 @@
     python benchmark/make_report.py [benchmark/results/bench_H200.csv]
 
 Writes beside the CSV `<pass>_H200.png` and `bench_H200.md`; one folder up `benchmark_results_H200.txt`, readable; and
-the README's section between `<!-- speed:begin -->` and `<!-- speed:end -->`. Nothing there is written by hand.
+the README's sections between `<!-- speed:begin -->` and `<!-- speed:end -->`, and between the same with `accuracy`.
+Nothing there is written by hand.
 
 Rules, stated once: a time whose check failed is shown and marked, and gives no speed-up; the best peer of a row is the
 fastest library other than ours whose check passed, or its recorded time (marked); geometric means are over the rows
@@ -26,7 +27,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 LABELS = {"ours": "flash_qla", "original": "original 0.1.3", "flashinfer": "FlashInfer", "fla": "FLA"}
 PASS_TITLES = {"fwd": "forward", "bwd": "backward", "fwdbwd": "forward + backward"}
-BEGIN, END = "<!-- speed:begin -->", "<!-- speed:end -->"
+TENSORS = ("o", "ht", "dq", "dk", "dv", "dbeta", "dg", "dh0")
 
 
 @dataclass
@@ -140,8 +141,8 @@ def geometric_mean(values: Iterable[float]) -> float | None:
     return math.exp(sum(logs) / len(logs)) if logs else None
 
 
-def _short_or_batched(record: Record) -> bool:
-    """The published rows without help from context parallelism: 16 heads, or short, or batches of 4 and 8."""
+def _fills_the_card(record: Record) -> bool:
+    """The published rows that need no splitting of sequences: 16 key heads, or short, or batches of 4 and 8."""
     tokens, _, count = record.lengths.partition("x")
     return record.h_qk == 16 or int(tokens) <= 2048 or int(count) in (4, 8)
 
@@ -154,8 +155,8 @@ def groups(rows: list[Row]) -> dict[str, list[Row]]:
         title = PASS_TITLES[r.passes]
         if r.published:
             result[f"{title}, published rows"].append(row)
-            if _short_or_batched(r):
-                result[f"{title}, published rows but single and paired long sequences of 2/8"].append(row)
+            if _fills_the_card(r):
+                result[f"{title}, without 2/8 at long x1 and x2"].append(row)
             result[f"{title}, {r.h_qk}/{r.h_v}"].append(row)
         else:
             result[f"{title}, further rows"].append(row)
@@ -231,6 +232,64 @@ def row_table(rows: list[Row], *, wide: bool = False) -> list[list[str]]:
     return table
 
 
+def latency_table(rows: list[Row]) -> list[list[str]]:
+    """Header and one line per forward of few tokens: what a caller waits for, per library."""
+    rows = [row for row in rows if row.first.passes == "fwd" and _tokens(row.first) <= LATENCY_TOKENS]
+    names = [n for n in LABELS if any(n in row.records and row.records[n].eager_ms is not None for row in rows)]
+    table = [["pass", "heads q/v", "lengths", *(f"{LABELS[name]} ms" for name in names), "flash_qla host ms"]]
+    for row in rows:
+        r = row.first
+        cells = [_eager(row.records.get(name)) for name in names]
+        table.append([r.passes, f"{r.h_qk}/{r.h_v}", r.lengths, *cells, _ms(row.records.get("ours"), "host_ms")])
+    return table
+
+
+def _eager(record: Record | None) -> str:
+    recorded = record is not None and record.source in ("scaled", "recorded")
+    return _ms(record, "eager_ms") + ("ʳ" if recorded and record.eager_ms is not None else "")
+
+
+def _tokens(record: Record) -> int:
+    """Tokens of a published row, whose lengths are all alike; other rows have their total in another form."""
+    tokens, _, count = record.lengths.partition("x")
+    return int(tokens) * int(count) if tokens.isdigit() and count.isdigit() else sys.maxsize
+
+
+def _errors(record: Record) -> dict[str, float]:
+    return {name: float(value) for name, value in (each.split("=") for each in record.errors.split())}
+
+
+def accuracy_table(rows: list[Row]) -> list[list[str]]:
+    """Header and one line per tensor: the worst head of any row, per library, and the bound on ours."""
+    rows = [Row({n: r for n, r in row.records.items() if r.source == "measured"}) for row in rows]
+    rows = [row for row in rows if row.records]
+    names = [n for n in LABELS if any(n in row.records and row.records[n].errors for row in rows)]
+    table = [["tensor", "rows", "bound", *(LABELS[name] for name in names), "worst row of flash_qla"]]
+    for tensor in TENSORS:
+        found = {
+            name: {row.first.row: _errors(row.records[name]).get(tensor) for row in rows if name in row.records}
+            for name in names
+        }
+        found = {name: {row: e for row, e in errors.items() if e is not None} for name, errors in found.items()}
+        ours = found.get("ours")
+        if ours:
+            worst = [f"{max(found[n].values()):.1e}" if found[n] else "–" for n in names]
+            table.append([tensor, str(len(ours)), f"{_bound(tensor):.0e}", *worst, max(ours, key=ours.get)])
+    return table
+
+
+def _bound(tensor: str) -> float:
+    """The cap on a tensor's error per head for bf16 inputs, from the table of tolerances."""
+    sys.path.insert(0, str(ROOT))
+    try:
+        import torch
+
+        from flash_qla.testing.compare import tolerance
+    finally:
+        sys.path.remove(str(ROOT))
+    return tolerance(tensor, torch.bfloat16)
+
+
 def markdown(table: list[list[str]]) -> str:
     head, *lines = table
     rule = ["---"] * min(3, len(head)) + ["---:"] * (len(head) - 3)
@@ -244,10 +303,20 @@ def plain(table: list[list[str]]) -> str:
     return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
 
 
+# Forwards of no more tokens than this are in the table of waiting times.
+LATENCY_TOKENS = 8192
 LEGEND = (
     "Median of one call's GPU time by CUDA-graph replay, ms. ˢ recorded, scaled by the original's time in this run "
     "over its recorded time; ʳ recorded, not scaled; ᵉ by events, launch gaps included; ! its check failed, so it is "
     "not compared; – absent or not run."
+)
+LATENCY_LEGEND = (
+    "Wall time of one eager call, synchronised before and after, median of 30, ms; host: how long our call takes to "
+    "issue; ʳ recorded on another machine."
+)
+ACCURACY_LEGEND = (
+    "Largest relative L2 error of any head of any row above, against the chunked algorithm in float64 on the same bf16 "
+    "inputs (up to half a million head-tokens a row: all heads; above: whole groups, one without decay among them)."
 )
 
 
@@ -263,6 +332,8 @@ def full_markdown(meta, records) -> str:
     parts.append("\n".join(f"- {line}" for line in losing_rows(rows)) or "None.")
     parts += ["## Checks that failed, rows that did not run"]
     parts.append("\n".join(f"- {line}" for line in unchecked_rows(records)) or "None.")
+    parts += ["## Errors", ACCURACY_LEGEND, markdown(accuracy_table(rows))]
+    parts += ["## Waiting times", LATENCY_LEGEND, markdown(latency_table(rows))]
     parts += ["## Rows", LEGEND, markdown(row_table(rows, wide=True))]
     return "\n\n".join(parts) + "\n"
 
@@ -271,6 +342,7 @@ def full_text(meta, records) -> str:
     """The same, for a terminal."""
     rows = group_rows(records)
     parts = ["\n".join(head_lines(meta)), plain(row_table(rows)), LEGEND, plain(summary_table(rows))]
+    parts += [plain(latency_table(rows)), LATENCY_LEGEND, plain(accuracy_table(rows)), ACCURACY_LEGEND]
     parts.append("Rows that lose:\n" + ("\n".join(losing_rows(rows)) or "none"))
     parts.append("Checks that failed, rows that did not run:\n" + ("\n".join(unchecked_rows(records)) or "none"))
     return "\n\n".join(parts) + "\n"
@@ -327,25 +399,36 @@ def write_plots(meta, records, folder: Path, suffix: str) -> dict[str, Path]:
     return written
 
 
-def readme_section(meta, records, plots: dict[str, Path], base: Path) -> str:
-    """The README's speed section: what ran where, plot, table of the published rows, means, rows that lose."""
+def speed_section(meta, records, plots: dict[str, Path], base: Path) -> str:
+    """The README's speed section: what ran where, plots, means, rows that lose, waiting times, every published row."""
     rows = [row for row in group_rows(records) if row.first.published]
     run = ", ".join(f"{key} {meta[key]}" for key in ("gpu", "driver", "torch", "commit", "date") if key in meta)
     parts = [f"Measured by `benchmark/bench_gated_delta_rule.py`: {run}."]
     parts += [f"![{PASS_TITLES[name]}]({path.relative_to(base).as_posix()})" for name, path in plots.items()]
-    parts += [markdown(summary_table(rows)), markdown(row_table(rows)), LEGEND]
     lost = losing_rows(rows)
-    parts.append("Rows that lose: " + ("; ".join(lost) if lost else "none") + ".")
+    parts += [markdown(summary_table(rows)), "Rows that lose: " + ("; ".join(lost) if lost else "none") + "."]
+    bad = unchecked_rows([record for row in rows for record in row.records.values()])
+    if bad:
+        parts.append("Checks that failed, rows that did not run: " + "; ".join(bad) + ".")
+    parts += [markdown(row_table(rows)), LEGEND, markdown(latency_table(rows)), LATENCY_LEGEND]
     return "\n\n".join(parts)
 
 
-def write_readme(readme: Path, section: str) -> None:
-    """Replaces what lies between the markers. Raises SystemExit when they are missing."""
+def accuracy_section(records) -> str:
+    """The README's accuracy section."""
+    return "\n\n".join([markdown(accuracy_table(group_rows(records))), ACCURACY_LEGEND])
+
+
+def write_readme(readme: Path, **sections: str) -> None:
+    """Replaces what lies between each section's markers. Raises SystemExit when markers are missing."""
     text = readme.read_text(encoding="utf-8")
-    pattern = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.S)
-    if not pattern.search(text):
-        raise SystemExit(f"{readme}: the markers {BEGIN} and {END} are missing; put them where the table belongs")
-    readme.write_text(pattern.sub(lambda _: f"{BEGIN}\n{section}\n{END}", text), encoding="utf-8")
+    for name, section in sections.items():
+        begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+        pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.S)
+        if not pattern.search(text):
+            raise SystemExit(f"{readme}: the markers {begin} and {end} are missing; put them where the table belongs")
+        text = pattern.sub(lambda _, whole=f"{begin}\n{section}\n{end}": whole, text)
+    readme.write_text(text, encoding="utf-8")
 
 
 def main(argv=None):
@@ -363,7 +446,8 @@ def main(argv=None):
     text.write_text(full_text(meta, records), encoding="utf-8")
     args.csv.with_suffix(".md").write_text(full_markdown(meta, records), encoding="utf-8")
     base = args.readme.resolve().parent
-    write_readme(args.readme, readme_section(meta, records, {k: p.resolve() for k, p in plots.items()}, base))
+    speed = speed_section(meta, records, {k: p.resolve() for k, p in plots.items()}, base)
+    write_readme(args.readme, speed=speed, accuracy=accuracy_section(records))
     print(f"wrote {text}, {args.csv.with_suffix('.md')}, {', '.join(map(str, plots.values()))}, {args.readme}")
 
 

@@ -69,10 +69,8 @@ class FlashQla:
             raise Absent(f"flash_qla was imported from {home.parent}, not from {wanted}")
         self.version = self.package.__version__
 
-    def forward(self, x):
-        with _no_grad():
-            o, ht = self.package.chunk_gated_delta_rule(**_arguments(x), output_final_state=True)
-        return {"o": o, "ht": ht}
+    def prepare_forward(self, x):
+        return functools.partial(_forward, self.package.chunk_gated_delta_rule, _arguments(x))
 
     def prepare_backward(self, x):
         """The low-level backward alone, on what the low-level forward returned, its cp_cache included."""
@@ -109,10 +107,8 @@ class Fla:
         self.function = module.chunk_gated_delta_rule
         self.version = _version("flash-linear-attention", "fla-core")
 
-    def forward(self, x):
-        with _no_grad():
-            o, ht = self.function(**_arguments(x), output_final_state=True)
-        return {"o": o, "ht": ht}
+    def prepare_forward(self, x):
+        return functools.partial(_forward, self.function, _arguments(x))
 
     def prepare_backward(self, x):
         """autograd.grad of a graph that is kept: the backward pass alone, autograd's own work included."""
@@ -166,10 +162,12 @@ class FlashInfer:
     prepare_both = prepare_backward
 
 
-def _no_grad():
+def _forward(function, arguments: dict) -> dict:
     import torch
 
-    return torch.no_grad()
+    with torch.no_grad():
+        o, ht = function(**arguments, output_final_state=True)
+    return {"o": o, "ht": ht}
 
 
 def _arguments(x) -> dict:
@@ -277,9 +275,7 @@ class Bench:
             return self.library.prepare_backward(x)
         if passes == "fwdbwd":
             return self.library.prepare_both(x)
-        if hasattr(self.library, "prepare_forward"):
-            return self.library.prepare_forward(x)
-        return functools.partial(self.library.forward, x)
+        return self.library.prepare_forward(x)
 
     def _check(self, x, results) -> dict:
         """Compares with the chunked algorithm in float64 on (some of) the heads; every element must be finite."""

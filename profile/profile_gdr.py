@@ -175,6 +175,13 @@ def print_table(title: str, columns, lines) -> None:
     sys.stdout.flush()
 
 
+def write_summary(path: Path, summaries: list[list[str]]) -> None:
+    """Writes the lines so far: after every pass, so that a run cut short keeps them."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file, lineterminator="\n").writerows([SUMMARY, *summaries])
+
+
 def main(argv=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--set", choices=SETS, default="develop", help="profile/settings/<set>.csv")
@@ -183,7 +190,7 @@ def main(argv=None) -> int:
     parser.add_argument("--skip-bwd", action="store_true", help="the forward alone")
     parser.add_argument("--out", type=Path, metavar="CSV", help="also write the summary there")
     parser.add_argument("--device", default="cuda", help="cuda, or cpu to try the script")
-    parser.add_argument("--repeats", type=int, help="in place of 15 replays and 10 calls")
+    parser.add_argument("--repeats", type=int, help="in place of 15 replays and 30 calls")
     options = parser.parse_args(argv)
     device = torch.device(options.device)
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -202,14 +209,12 @@ def main(argv=None) -> int:
             for passes in ("fwd",) if options.skip_bwd else ("fwd", "bwd"):
                 summary, kernels = profile(workload, passes, device, ceilings, options.repeats)
                 summaries.append(summary)
-                print_table(" ".join(summary[:5]), KERNELS, kernels)
+                print_table(", ".join(f"{name} {cell}" for name, cell in zip(SUMMARY, summary)), KERNELS, kernels)
+                if options.out:
+                    write_summary(options.out, summaries)
                 if device.type == "cuda":
                     torch.cuda.empty_cache()
     print_table("one call", SUMMARY, summaries)
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        with options.out.open("w", newline="", encoding="utf-8") as file:
-            csv.writer(file, lineterminator="\n").writerows([SUMMARY, *summaries])
     return 0
 
 

@@ -30,7 +30,8 @@ def _poisoned(function):
             return tensor
         caller = sys._getframe(1).f_globals.get("__name__", "")
         if caller.split(".")[0] == "flash_qla" and (tensor.is_floating_point() or tensor.is_complex()):
-            with torch.no_grad():
+            # No dispatch mode sees the poison: replay.py's watches what a call does to data.
+            with torch.no_grad(), torch._C._DisableTorchDispatch():
                 tensor.fill_(float("nan"))
         return tensor
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 REPLAYS = 15
-EAGER_CALLS = 10
+EAGER_CALLS = 30
 # Input sets together hold at least this many bytes: four times the L2 of the GPUs that we time on.
 COLD_BYTES = 4 * 60 * 2**20
 MAX_SETS = 16

@@ -126,12 +126,6 @@ def test_state_layout_under_both_names():
     assert all(map(torch.equal, both, one))
 
 
-def test_forced_split_is_refused_however_it_is_asked_for():
-    context = build_cp_context(torch.tensor([0, T]), force_intra_cp=True)
-    with pytest.raises(NotImplementedError, match="force_intra_cp"):
-        flash_qla.chunk_gated_delta_rule(**arguments(), cp_context=context)
-
-
 # --- precision
 
 

@@ -110,7 +110,7 @@ def _run(*command, status=0, **environment):
         [sys.executable, *map(str, command)], cwd=ROOT, env=values, capture_output=True, text=True, timeout=500
     )
     assert done.returncode == status, f"{command}: status {done.returncode}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
+    return done.stdout + done.stderr if status else done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -150,13 +150,71 @@ def test_benchmark_runs_every_library_in_its_own_process(results, report):
 def test_resume_measures_nothing_again(results, report):
     out, _ = results
     before = (out / "bench_test.csv").read_text()
-    _run(
+    command = (
         ROOT / "benchmark/bench_gated_delta_rule.py", "--set", "tiny", "--device", "cpu", "--out", out, "--resume",
-        "--baselines", "", "--suffix", "test",
+        "--baselines", "", "--suffix", "test", "--commit",
     )  # fmt: skip
+    assert "start afresh" in _run(*command, "other", status=1)
+    _run(*command, "abc")
     meta, records = report.read_csv(out / "bench_test.csv")
     assert meta["resumed"].startswith("3 rows")
     assert all(f"{record.row},{record.passes}" in before for record in records)
+
+
+def test_resume_takes_complete_rows_only(bench, report, tmp_path):
+    """A row that lacks a library which is there now is measured again as a whole."""
+    records = _records(report)
+    records[1].gpu_ms, records[1].source = None, "failed"
+    meta = {"commit": "abc", "gpu": "NVIDIA H200", "date": "then"}
+    report.write_csv(tmp_path / "x.csv", meta, bench.add_recorded(records, bench.RECORDED))
+
+    class Present:
+        absent = None
+
+    class Missing:
+        absent = "not here"
+
+    workers = {"ours": Present, "original": Present, "flashinfer": Missing}
+    now = dict(meta)
+    kept = bench.take_up(tmp_path / "x.csv", bench.published_rows(), workers, now)
+    assert {r.row for r in kept} == {"fwd-2h8-32768x1-mild"} and {r.library for r in kept} == {"ours", "original"}
+    assert now["resumed"] == "1 rows from the run of then"
+    kept = bench.take_up(tmp_path / "x.csv", bench.published_rows(), {"ours": Present}, dict(meta))
+    assert len({r.row for r in kept}) == 2
+    with pytest.raises(SystemExit, match="--commit"):
+        bench.take_up(tmp_path / "x.csv", bench.published_rows(), workers, {**meta, "commit": bench.UNKNOWN_COMMIT})
+
+
+def test_quick_starts_with_the_published_comparison(bench):
+    """Guards what a time limit loses first: forward + backward, not rows of the comparison."""
+    rows = bench.select_rows(bench.parse(["--quick"]))
+    assert tuple(rows[:33]) == workloads.PEER_ROWS and {row.passes for row in rows[33:]} == {"fwdbwd"}
+
+
+def test_original_has_a_cache_of_its_own(bench, tmp_path, monkeypatch):
+    """Guards the original's kernels against being packed with ours, and a library that hangs against eating the run."""
+    seen = {}
+
+    class Process:
+        stdout, stdin = iter(()), None
+
+        def __init__(self, command, env, **kwargs):
+            seen[command[command.index("--library") + 1]] = env.get("TILELANG_CACHE_DIR")
+
+        def wait(self, timeout=None):
+            pass
+
+    monkeypatch.setattr(bench.subprocess, "Popen", Process)
+    monkeypatch.setattr(bench.Worker, "stop", lambda self, kill=False: None)
+    monkeypatch.setattr(bench, "START_TIMEOUT_S", 0.01)
+    monkeypatch.setenv("TILELANG_CACHE_DIR", "shared")
+    options = bench.parse(["--quick", "--original-cache", str(tmp_path), "--row-timeout", "0.01"])
+    for library in ("ours", "original"):
+        bench.Worker(library, options, tmp_path / "log")
+    assert seen == {"ours": "shared", "original": str(tmp_path)}
+    worker = bench.Worker("ours", options, tmp_path / "log")
+    worker.timeouts = bench.MAX_TIMEOUTS
+    assert worker.run(workloads.PEER_ROWS[0], "measure")["error"].startswith("not run")
 
 
 @pytest.mark.slow
@@ -220,6 +278,11 @@ def test_recorded_times_are_scaled_by_the_original(bench, report):
     recorded = [record for record in alone if record.library == "flashinfer"]
     assert [record.source for record in recorded] == ["recorded", "recorded"]
     assert recorded[0].gpu_ms == 0.7379
+    # --baselines original: nobody asked for FlashInfer, and its times are there all the same, marked.
+    unasked = bench.add_recorded([r for r in _records(report) if r.library != "flashinfer"], bench.RECORDED)
+    assert [r for r in unasked if r.library == "flashinfer"] == flashinfer
+    measured = [replace(r, source="measured", gpu_ms=9.0) if r.library == "flashinfer" else r for r in _records(report)]
+    assert {r.gpu_ms for r in bench.add_recorded(measured, bench.RECORDED) if r.library == "flashinfer"} == {9.0}
 
 
 def test_report_from_csv(bench, report, tmp_path):
@@ -233,24 +296,26 @@ def test_report_from_csv(bench, report, tmp_path):
         0.7379 * 1.1 / 0.5, rel=1e-3
     )
     assert len(report.losing_rows(rows)) == 1 and "fwd-2h8-32768x1" in report.losing_rows(rows)[0]
-    (tmp_path / "README.md").write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
+    marked = [f"<!-- {name}:begin -->\nold\n<!-- {name}:end -->" for name in ("speed", "accuracy")]
+    (tmp_path / "README.md").write_text("\n".join(["before", *marked, "after", ""]))
     report.main(
         [str(tmp_path / "bench_H200.csv"), "--readme", str(tmp_path / "README.md"), "--text", str(tmp_path / "t.txt")]
     )
     readme = (tmp_path / "README.md").read_text()
     assert readme.startswith("before\n") and readme.endswith("after\n") and "old" not in readme
     assert "![forward](fwd_H200.png)" in readme and "Rows that lose: fwd-2h8-32768x1-mild" in readme
+    assert "| o | 2 | 5e-03 | 1.0e-03 | 1.0e-03 | fwd-16h64-8192x4-mild |" in readme
     assert (tmp_path / "fwd_H200.png").stat().st_size > 1000
     assert "1.62×" in (tmp_path / "t.txt").read_text()
     (tmp_path / "README.md").write_text("no markers")
     with pytest.raises(SystemExit, match="markers"):
-        report.write_readme(tmp_path / "README.md", "x")
+        report.write_readme(tmp_path / "README.md", speed="x")
 
 
 def test_groups_and_means(report):
     rows = report.group_rows(_records(report))
     names = report.groups(rows)
-    reachable = "forward, published rows but single and paired long sequences of 2/8"
+    reachable = "forward, without 2/8 at long x1 and x2"
     assert len(names["forward, published rows"]) == 2 and len(names[reachable]) == 1
     assert report.geometric_mean([2.0, 8.0]) == pytest.approx(4.0) and report.geometric_mean([]) is None
 

@@ -174,10 +174,10 @@ def _imports(name, path, modules):
 # From the bottom: a module imports only from layers below its own, or from its own where the layer is a folder.
 LAYERS = [
     ("base", ["flash_qla.version", "flash_qla.env", "flash_qla.arch", "flash_qla.utils.", "flash_qla.utils"]),
-    ("data", [f"{CHUNK}.{name}" for name in ("constants", "sequences", "problem", "reference")]),
+    ("data", [f"{CHUNK}.{name}" for name in ("constants", "sequences", "split", "problem", "reference")]),
     ("tiles", [f"{CHUNK}.kernels.tiles", f"{CHUNK}.kernels.tiles."]),
     ("kernels", [f"{CHUNK}.kernels", f"{CHUNK}.kernels."]),
-    ("backend", [f"{CHUNK}.backend"]),
+    ("backend", [f"{CHUNK}.backend", f"{CHUNK}.replay"]),
     ("cp", [f"{CHUNK}.cp", f"{CHUNK}.cp."]),
     ("driver", [f"{CHUNK}.forward", f"{CHUNK}.backward"]),
     ("autograd", [f"{CHUNK}.autograd"]),

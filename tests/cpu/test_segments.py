@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from flash_qla.ops.gated_delta_rule.chunk import reference
 from flash_qla.ops.gated_delta_rule.chunk.cp import segments as cp
 from flash_qla.ops.gated_delta_rule.chunk.sequences import Sequences
+from flash_qla.ops.gated_delta_rule.chunk.split import Split
 from flash_qla.testing.compare import block_errors, chunked_reference
 from flash_qla.testing.workloads import GATE_PROFILES, make_inputs
 
@@ -29,16 +30,25 @@ def one_thread():
 def run_split(inputs, segment_chunks, tolerance=-math.inf, reuse=True):
     """`chunked_reference` with every sequence split; the same names."""
     q, k, v, g, beta, h0 = inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, inputs.initial_state
-    segments = cp.split(inputs.seqs, segment_chunks)
-    g_cumsum, T_inv = reference.solve(k, g, beta, inputs.seqs)
-    o, ht = torch.empty_like(v), torch.empty_like(inputs.dht)
-    args = (q, k, v, T_inv, g_cumsum, beta)
-    entering = cp.forward_split(o, ht, None, *args, inputs.scale, h0, segments, tolerance)
+    seqs, do, dht, scale, split = inputs.seqs, inputs.do, inputs.dht, inputs.scale, as_split(segment_chunks, tolerance)
+    g_cumsum, T_inv = cp.solve(k, g, beta, seqs)
+    o, ht = torch.empty_like(v), torch.empty_like(dht)
+    args = (k, v, T_inv, g_cumsum, beta, h0, seqs, split)
+    entering = cp.entering_states(*args, for_backward=reuse)
+    cp.fused_forward(o, ht, None, q, k, v, T_inv, g_cumsum, beta, scale, h0, seqs, entering)
+    if not reuse:
+        entering = cp.entering_states(*args, for_backward=True)
     names = {"dq": q, "dk": k, "dv": v, "dbeta": beta, "dg": g, "dh0": h0}
     dest = {name: None if x is None else torch.empty_like(x) for name, x in names.items()}
-    rest = (*args, inputs.do, inputs.dht, inputs.scale, h0, segments, tolerance)
-    cp.backward_split(*dest.values(), *rest, entering=entering if reuse else None)
+    leaving = cp.leaving_cotangents(q, k, T_inv, g_cumsum, beta, do, dht, scale, seqs, split, entering)
+    args = (q, k, v, T_inv, g_cumsum, beta, do, scale)
+    S, dS = cp.backward_states(*args, h0, dht, dest["dh0"], seqs, entering, leaving)
+    cp.gradients(*list(dest.values())[:-1], *args, S, dS, seqs)
     return {"o": o, "ht": ht, **dest}
+
+
+def as_split(segment_chunks, tolerance):
+    return Split(segment_chunks, tolerance, num_segments=1)
 
 
 def assert_same(actual, expected, limit=1e-10):
@@ -50,7 +60,7 @@ def assert_same(actual, expected, limit=1e-10):
             assert error <= limit * max(1.0, x.abs().max().item()), f"{name}: {error:.2e}"
 
 
-def exact_states(inputs, segments):
+def exact_states(inputs):
     """The state entering each chunk, unsplit, `[chunks, Hv, K, V]`."""
     k, v, seqs = inputs.k, inputs.v, inputs.seqs
     g_cumsum, T_inv = reference.solve(k, inputs.g, inputs.beta, seqs)
@@ -103,23 +113,23 @@ def test_empty_inputs():
 def test_states_of_chunks_are_the_unsplit_ones():
     """h is numbered by the original sequences' chunks, split or not."""
     inputs = make_inputs([200, 0, 130], 1, 2, 8, 6, "mild", torch.float64)
-    segments = cp.split(inputs.seqs, 1)
-    expected, g_cumsum, T_inv = exact_states(inputs, segments)
+    expected, g_cumsum, T_inv = exact_states(inputs)
     h = torch.empty_like(expected)
-    args = (inputs.k, inputs.v, T_inv, g_cumsum, inputs.beta, 1.0, inputs.initial_state)
-    cp.forward_split(None, None, h, None, *args, segments, -math.inf)
+    k, v, beta, h0, seqs = inputs.k, inputs.v, inputs.beta, inputs.initial_state, inputs.seqs
+    entering = cp.entering_states(k, v, T_inv, g_cumsum, beta, h0, seqs, as_split(1, -math.inf))
+    cp.fused_forward(None, None, h, None, k, v, T_inv, g_cumsum, beta, 1.0, h0, seqs, entering)
     torch.testing.assert_close(h, expected, rtol=0, atol=1e-12)
 
 
 def test_split_tables():
     seqs = Sequences.build(1, 450, C, torch.tensor([0, 300, 300, 430]))
-    segments = cp.split(seqs, 2)
+    segments = cp.cut(seqs, 2)
     assert segments.inner.bounds() == [(0, 128), (128, 256), (256, 300), (300, 300), (300, 428), (428, 430)]
     assert segments.owner == [0, 0, 0, 1, 2, 2]
     assert (segments.first, segments.last) == ([0, 3, 4], [2, 3, 5])
     assert segments.chunk_ranges() == [(0, 2), (2, 4), (4, 5), (5, 5), (5, 7), (7, 8)]
     assert segments.inner.total_chunks() == seqs.total_chunks()
-    same = cp.split(seqs, [[2, 2, 1], [], [2, 1]])
+    same = cp.cut(seqs, [[2, 2, 1], [], [2, 1]])
     assert same.inner.bounds() == segments.inner.bounds()
 
 
@@ -137,7 +147,7 @@ def test_split_tables():
 def test_split_refuses(parts, words):
     seqs = Sequences.build(1, 310, C, torch.tensor([0, 300, 310]))
     with pytest.raises(ValueError, match=words):
-        cp.split(seqs, parts)
+        cp.cut(seqs, parts)
 
 
 @pytest.mark.parametrize("key_scale", [1.0, 1.5, 3.0], ids=lambda x: f"key{x}")
@@ -148,7 +158,7 @@ def test_bound_holds_for_every_transition(profile, key_scale):
     seqs = inputs.seqs
     g_cumsum, T_inv = reference.solve(inputs.k, inputs.g, inputs.beta, seqs)
     bound = cp.decay_bound(inputs.k, g_cumsum, inputs.beta, seqs)
-    segments = cp.split(seqs, 2)
+    segments = cp.cut(seqs, 2)
     everywhere = torch.ones(segments.num_segments, 4, dtype=torch.bool)
     M = cp.transition(inputs.k, T_inv, g_cumsum, inputs.beta, segments, everywhere)
     for j, (start, end) in enumerate(segments.chunk_ranges()):
@@ -178,7 +188,7 @@ def test_normalised_keys_add_no_growth():
 def test_warmup_is_the_shortest_run_that_reaches_the_bound():
     seqs = Sequences.build(1, 4 * C, C, torch.tensor([0, 4 * C]))
     bound = torch.tensor([[-1.0, -5.0, 0.0], [-1.0, 3.0, 0.0], [-1.0, -4.0, 0.0], [-1.0, -1.0, -2.0]])
-    segments = cp.split(seqs, 4)
+    segments = cp.cut(seqs, 4)
     warmup, needs = cp.warmup_chunks(bound, segments, -3.0)
     assert (warmup.tolist(), needs.tolist()) == ([[3, 2, 4]], [[False, False, True]])
     warmup, needs = cp.warmup_chunks(bound, segments, -3.0, reverse=True)
@@ -217,11 +227,11 @@ def test_cut_off_error_is_within_the_bound(problem, profile, tolerance, key_scal
     lengths, parts = problem
     inputs = make_inputs(lengths, 1, 4, 5, 4, profile, torch.float64, seed=seed)
     inputs = replace(inputs, k=key_scale * inputs.k, g=inputs.g - 0.02)
-    segments = cp.split(inputs.seqs, parts)
-    states, g_cumsum, T_inv = exact_states(inputs, segments)
+    segments = cp.cut(inputs.seqs, parts)
+    states, g_cumsum, T_inv = exact_states(inputs)
     bound = cp.decay_bound(inputs.k, g_cumsum, inputs.beta, inputs.seqs)
-    args = (inputs.k, inputs.v, T_inv, g_cumsum, inputs.beta, inputs.initial_state)
-    entering = cp.entering_states(*args, segments, tolerance)
+    args = (inputs.k, inputs.v, T_inv, g_cumsum, inputs.beta, inputs.initial_state, inputs.seqs)
+    entering = cp.entering_states(*args, as_split(parts, tolerance)).states
     limits = carried_bound(inputs, segments, tolerance, states, bound)
     for j, (start, end) in enumerate(segments.chunk_ranges()):
         if start == end:
@@ -245,7 +255,6 @@ def test_cut_off_loosened_tenfold_breaks_the_bound(reverse):
     q, k, v, beta, do, dht, scale, seqs = (
         getattr(inputs, n) for n in ("q", "k", "v", "beta", "do", "dht", "scale", "seqs")
     )
-    segments = cp.split(seqs, 6)
     g_cumsum, T_inv = reference.solve(k, inputs.g, beta, seqs)
     if reverse:
         states = reference.reverse_states(q, k, T_inv, g_cumsum, beta, do, dht, scale, None, seqs)[:12]
@@ -254,11 +263,13 @@ def test_cut_off_loosened_tenfold_breaks_the_bound(reverse):
 
     def error(limit):
         """Of what segment 0 hands to segment 1, or of the cotangent that segment 1 hands to segment 0."""
+        split = as_split(6, limit)
+        args = (k, v, T_inv, g_cumsum, beta, inputs.initial_state, seqs, split)
+        entering = cp.entering_states(*args, for_backward=reverse)
         if reverse:
-            state = cp.leaving_cotangents(q, k, T_inv, g_cumsum, beta, do, dht, scale, segments, limit)[0]
-            return torch.linalg.matrix_norm(state - states[5], 2).item()
-        state = cp.entering_states(k, v, T_inv, g_cumsum, beta, inputs.initial_state, segments, limit)[1]
-        return torch.linalg.matrix_norm(state - states[6], 2).item()
+            args = (q, k, T_inv, g_cumsum, beta, do, dht, scale, seqs, split, entering)
+            return torch.linalg.matrix_norm(cp.leaving_cotangents(*args).states[0] - states[5], 2).item()
+        return torch.linalg.matrix_norm(entering.states[1] - states[6], 2).item()
 
     allowed = math.exp(tolerance) * torch.linalg.matrix_norm(states, 2).max().item()
     assert error(-math.inf) < 1e-12
@@ -270,7 +281,7 @@ def test_cut_off_loosened_tenfold_breaks_the_bound(reverse):
 def test_mixed_heads_walk_only_what_they_need(monkeypatch):
     """A head without decay needs its transition; the others a warm-up, and no more chunks are walked than that."""
     inputs = make_inputs([16 * C], 1, 4, 8, 8, "mixed", torch.float64)
-    segments = cp.split(inputs.seqs, 8)
+    segments = cp.cut(inputs.seqs, 8)
     g_cumsum, T_inv = reference.solve(inputs.k, inputs.g, inputs.beta, inputs.seqs)
     bound = cp.decay_bound(inputs.k, g_cumsum, inputs.beta, inputs.seqs)
     warmup, needs = cp.warmup_chunks(bound, segments, -9.0)
@@ -287,8 +298,8 @@ def test_mixed_heads_walk_only_what_they_need(monkeypatch):
         return run(*args, **kwargs)
 
     monkeypatch.setattr(reference, "fused_forward", counting)
-    args = (inputs.k, inputs.v, T_inv, g_cumsum, inputs.beta, inputs.initial_state)
-    cp.entering_states(*args, segments, -9.0)
+    args = (inputs.k, inputs.v, T_inv, g_cumsum, inputs.beta, inputs.initial_state, inputs.seqs)
+    cp.entering_states(*args, as_split(8, -9.0))
     # The last segment's end state is nobody's business; the first head is walked for b and for M.
     assert sum(walked) == warmup[0].sum() + 8
 

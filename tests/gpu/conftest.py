@@ -3,10 +3,18 @@
 import pytest
 import torch
 
+from flash_qla.ops.gated_delta_rule.chunk import replay
+
 
 @pytest.fixture(autouse=True)
 def kernels_only(monkeypatch):
     monkeypatch.setenv("FLASH_QLA_BACKEND", "kernels")
+
+
+@pytest.fixture(autouse=True)
+def nothing_recorded():
+    """Each test's first calls go the ordinary way, whatever ran before."""
+    replay.forget()
 
 
 @pytest.fixture(autouse=True)

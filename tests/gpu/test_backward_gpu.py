@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import flash_qla
-from flash_qla.testing.compare import assert_close_per_head
+from flash_qla.ops.gated_delta_rule.chunk import reference
+from flash_qla.testing.compare import assert_close_per_head, head_errors, tolerance
 from flash_qla.testing.workloads import GATE_PROFILES, make_inputs
 from tests.case_inputs import (
     INPUT_NAMES,
@@ -23,6 +24,43 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 RAGGED = [1, 63, 64, 65, 0, 130, 7, 0, 200]
 RATIOS = {1: (4, 4), 2: (2, 4), 3: (2, 6), 4: (2, 8), 8: (1, 8)}
 HEAD_SIZES = [(16, 16), (32, 64), (64, 64), (64, 128), (80, 32), (96, 96), (127, 65), (128, 64), (128, 1), (1, 128)]
+# Few columns of k: rounding the products' operands weighs more. K = 16: measured o 5.2e-3, all else within the caps.
+# K = 1: all keys of a chunk are +1 or -1 (tests/gpu/test_forward_gpu.py: o 1.1e-2 in an exact emulation); measured
+# o 1.5e-2, ht 1.3e-2, dq to dbeta 1.1e-2 to 1.4e-2, dh0 4.1e-2, dg 9.8e-2. Twice that: wrong padding is off by 1.
+FEW_KEY_COLUMNS = {
+    16: {"o": 6.5e-3},
+    1: {"o": 3e-2, "ht": 3e-2, "dq": 3e-2, "dk": 3e-2, "dv": 3e-2, "dbeta": 3e-2, "dh0": 8e-2, "dg": 2e-1},
+}
+
+
+def check_with(inputs, bounds):
+    """`check`, with bounds of their own for some tensors: name -> relative L2 error per head."""
+    actual, expected = run_public(inputs), truth(inputs)
+    assert_close_per_head({name: x for name, x in actual.items() if name not in bounds}, expected, inputs.q.dtype)
+    for name, bound in bounds.items():
+        errors = head_errors(name, actual[name], expected[name])
+        assert (errors <= bound).all(), f"{name}: {errors.tolist()}, bound {bound}"
+    return actual
+
+
+def dg_bounds(inputs):
+    """Bounds of dg by head: the cap, or what its S and dS allow, which go between the kernels in 16 bits.
+
+    dg holds exp(g_C) <S, dS'>, a sum of K V terms that may all but cancel; over a few tokens nothing else hides that.
+    Rounding S and dS alone, everything else in float64, costs e; the products' roundings cost about 5e-3 besides
+    (emulated: 2.5e-2 of the states' 2.5e-2, 1.0e-2 where theirs is 6.4e-3). Most heads keep the cap itself.
+    """
+    q, k, v, g, beta = (getattr(inputs, name).double() for name in ("q", "k", "v", "g", "beta"))
+    h0, dht, do, seqs = inputs.initial_state.double(), inputs.dht.double(), inputs.do.double(), inputs.seqs
+    g_cumsum, T_inv = reference.solve(k, g, beta, seqs)
+    S = reference.forward_states(k, v, T_inv, g_cumsum, beta, h0, seqs)
+    dh0 = torch.empty_like(h0)
+    dS = reference.reverse_states(q, k, T_inv, g_cumsum, beta, do, dht, inputs.scale, dh0, seqs)
+    S, dS = (x.to(inputs.q.dtype).double() for x in (S, dS))
+    results = [torch.empty_like(x) for x in (q, k, v, beta, g)]
+    reference.gradients(*results, q, k, v, T_inv, g_cumsum, beta, do, inputs.scale, S, dS, seqs)
+    e = head_errors("dg", results[4], truth(inputs)["dg"])
+    return (5e-3 + 1.5 * e).clamp(min=tolerance("dg", inputs.q.dtype))
 
 
 def make(lengths=RAGGED, heads=(2, 4), dims=(128, 128), profile="strong", dtype=BF16, **kwargs):
@@ -34,7 +72,7 @@ def make(lengths=RAGGED, heads=(2, 4), dims=(128, 128), profile="strong", dtype=
 def test_gates_and_head_ratios(profile, ratio):
     """Guards dg's cancelling terms and the sums over a key head's value heads; zeros after the last sequence."""
     inputs = make(heads=RATIOS[ratio], profile=profile, tail_tokens=77)
-    actual = check(inputs)
+    actual = check_with(inputs, {"dg": dg_bounds(inputs)} if profile in ("strong", "mixed") else {})
     for name in ("dq", "dk", "dv", "dg", "dbeta"):
         assert actual[name][:, sum(RAGGED) :].abs().max() == 0, name
 
@@ -51,7 +89,9 @@ def test_all_heads_decay_alike(rate):
 @pytest.mark.parametrize("batch", [1, 3], ids="B{}".format)
 def test_dense_lengths(length, batch):
     """Guards the ragged last chunk and the first of the next sequence."""
-    check(make((batch, length), profile="mild"))
+    inputs = make((batch, length), profile="mild")
+    check_with(inputs, {"dg": dg_bounds(inputs)})
+    check(without_dht(replace(inputs, initial_state=None)))
 
 
 @pytest.mark.parametrize("heads", [(16, 64), (16, 16)], ids=str)
@@ -69,7 +109,7 @@ def test_float16(profile):
 @pytest.mark.parametrize("dims", HEAD_SIZES, ids="{0[0]}x{0[1]}".format)
 def test_head_sizes(dims):
     """Guards native sizes and zero padding to them."""
-    check(make(dims=dims, profile="mild"))
+    check_with(make(dims=dims, profile="mild"), FEW_KEY_COLUMNS.get(dims[0], {}))
 
 
 @pytest.mark.parametrize("gate", [FP32, BF16, FP16], ids=str)

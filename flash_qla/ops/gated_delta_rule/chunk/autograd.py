@@ -1,29 +1,44 @@
-"""The operator as one autograd node. Saved for backward: the inputs, g_cumsum and T_inv; nothing else of size T."""
+"""The operator as one autograd node.
+
+Saved for backward: the inputs, g_cumsum and T_inv, and of a split the states at the segments' borders (and no others)
+where the backward splits alike.
+"""
 
 import torch
 
 from flash_qla.utils.guards import first_order_only, no_autocast
 
+from . import cp
 from .backward import backward
 from .constants import GATE_FLOOR, L2NORM_EPS
 from .forward import forward
 from .problem import Problem
 from .sequences import Sequences
+from .split import SegmentStates
 
 
 class ChunkGatedDeltaRule(torch.autograd.Function):
-    """o, final_state = apply(q, k, v, g, beta, initial_state, cu_seqlens, problem, seqs, output_final_state)."""
+    """o, final_state = apply(q, k, v, g, beta, initial_state, cu_seqlens, stages, problem, seqs, output_final_state,
+    request, keep): the last two as in `forward`.
+    """
 
     @staticmethod
-    def forward(ctx, q, k, v, g, beta, initial_state, cu_seqlens, problem: Problem, seqs: Sequences, want_ht):
+    def forward(
+        ctx, q, k, v, g, beta, initial_state, cu_seqlens, stages, problem: Problem, seqs: Sequences, want_ht,
+        request: cp.Request, keep: bool,
+    ):  # fmt: skip
         with no_autocast(q.device.type):
-            g_cumsum, T_inv, o, _, final_state = forward(
-                problem, seqs, q, k, v, g, beta, initial_state, output_final_state=want_ht
-            )
+            g_cumsum, T_inv, o, _, final_state, entering = forward(
+                stages, problem, seqs, q, k, v, g, beta, initial_state, output_final_state=want_ht, request=request,
+                keep=keep,
+            )  # fmt: skip
         ctx.set_materialize_grads(False)
         # cu_seqlens is saved too: autograd then refuses a backward after it was overwritten, which would be wrong
-        ctx.save_for_backward(q, k, v, g, beta, initial_state, g_cumsum, T_inv, cu_seqlens)
-        ctx.problem, ctx.seqs = problem, seqs
+        # The segments' states too, not as attributes: checkpointing drops what is saved, and only that.
+        border = (None,) * 3 if entering is None else entering.tensors
+        ctx.save_for_backward(q, k, v, g, beta, initial_state, g_cumsum, T_inv, cu_seqlens, *border)
+        ctx.stages, ctx.problem, ctx.seqs, ctx.request = stages, problem, seqs, request
+        ctx.split = None if entering is None else entering.split
         return o, final_state
 
     @staticmethod
@@ -32,7 +47,7 @@ class ChunkGatedDeltaRule(torch.autograd.Function):
             return (None,) * len(ctx.needs_input_grad)
         inputs = ctx.saved_tensors
         with torch.no_grad(), no_autocast(inputs[0].device.type):
-            grads = _gradients(ctx.problem, ctx.seqs, inputs, do, dht, ctx.needs_input_grad)
+            grads = _gradients(ctx, inputs, do, dht)
         cotangents = [x for x in (do, dht) if x is not None]
         grads = [
             x if x is None else first_order_only("chunk_gated_delta_rule", x, *cotangents, *inputs[:6]) for x in grads
@@ -58,13 +73,16 @@ class NormalizeQK(torch.autograd.Function):
         return *(first_order_only("l2norm", x, dyq, dyk, *saved[:2]) for x in grads), None
 
 
-def _gradients(problem, seqs, saved, do, dht, needs):
+def _gradients(ctx, saved, do, dht):
     """Gradients of q, k, v, g, beta, initial_state in their dtypes; None for those that nobody needs."""
-    q, k, v, g, beta, initial_state, g_cumsum, T_inv, _ = saved
+    q, k, v, g, beta, initial_state, g_cumsum, T_inv, _, *border = saved
+    needs = ctx.needs_input_grad
+    entering = None if ctx.split is None else SegmentStates(ctx.split, *border)
     do = torch.zeros_like(v) if do is None else do.to(v.dtype)
     dq, dk, dv, dbeta, dg, dh0 = backward(
-        problem, seqs, q, k, v, T_inv, g_cumsum, beta, initial_state, do, dht, need=any(needs[:5])
-    )
+        ctx.stages, ctx.problem, ctx.seqs, q, k, v, T_inv, g_cumsum, beta, initial_state, do, dht,
+        request=ctx.request, entering=entering, need=any(needs[:5]),
+    )  # fmt: skip
     if needs[3]:
         dg = dg.masked_fill_(g < GATE_FLOOR, 0).to(g.dtype)  # the clamp's own gradient
     if needs[4]:

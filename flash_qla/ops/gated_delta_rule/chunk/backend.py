@@ -45,6 +45,13 @@ def stages_for(problem: Problem):
         NotImplementedError: FLASH_QLA_BACKEND=kernels and the kernels do not cover the problem.
     """
     choice = env.backend()
+    stages = problem.derived.get(choice)
+    if stages is None:
+        stages = problem.derived[choice] = _choose(problem, choice)
+    return stages
+
+
+def _choose(problem: Problem, choice: str):
     if choice == "reference":
         return reference
     reason = why_no_kernels(problem)

@@ -2,15 +2,21 @@
 
 import torch
 
-from .backend import stages_for
+from . import cp
 from .problem import Problem
 from .sequences import Sequences
 
 
-def backward(problem: Problem, seqs: Sequences, q, k, v, T_inv, g_cumsum, beta, initial_state, do, dht, *, need=True):
+def backward(
+    stages, problem: Problem, seqs: Sequences, q, k, v, T_inv, g_cumsum, beta, initial_state, do, dht, *,
+    request: cp.Request = cp.NO_SPLIT, entering=None, need: bool = True,
+):  # fmt: skip
     """Runs the chunked backward.
 
     Args:
+        stages: from `cp.stages_for`.
+        request: what the planner may do.
+        entering: SegmentStates that the forward kept, or None: computed again where the plan needs them.
         need: False when only dh0 is wanted: the gradients stage is left out.
 
     Returns:
@@ -18,14 +24,22 @@ def backward(problem: Problem, seqs: Sequences, q, k, v, T_inv, g_cumsum, beta, 
         (dg: of the gate itself, not of its cumsum), and dh0 in the caller's layout and dtype (None without an initial
         state).
     """
-    stages = stages_for(problem)
-    dh0 = None
+    cached = None if entering is None else entering.split.segment_chunks
+    split = cp.plan_split("bwd", problem, seqs, request, stages, cached)
+    h0, dht, dh0, leaving = problem.k_first(initial_state), problem.k_first(dht), None, None
     if initial_state is not None:
         dh0 = problem.empty_state(initial_state.dtype, problem.num_seqs)
+    if split is None:
+        entering = None
+    else:
+        if entering is None or entering.split != split:
+            entering = stages.entering_states(k, v, T_inv, g_cumsum, beta, h0, seqs, split, for_backward=True)
+        leaving = stages.leaving_cotangents(
+            q, k, T_inv, g_cumsum, beta, do, dht, problem.scale, seqs, split, entering
+        )  # fmt: skip
     S, dS = stages.backward_states(
-        q, k, v, T_inv, g_cumsum, beta, do, problem.scale,
-        problem.k_first(initial_state), problem.k_first(dht), problem.k_first(dh0), seqs,
-    )  # fmt: skip
+        q, k, v, T_inv, g_cumsum, beta, do, problem.scale, h0, dht, problem.k_first(dh0), seqs, entering, leaving
+    )
     if not need:
         return None, None, None, None, None, dh0
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))

@@ -2,31 +2,41 @@
 
 import torch
 
-from .backend import stages_for
+from . import cp
 from .problem import Problem
 from .sequences import Sequences
 
 
 def forward(
-    problem: Problem, seqs: Sequences, q, k, v, g, beta, initial_state, *,
-    output_final_state: bool, output_h: bool = False, out: torch.Tensor | None = None,
+    stages, problem: Problem, seqs: Sequences, q, k, v, g, beta, initial_state, *, output_final_state: bool,
+    output_h: bool = False, out: torch.Tensor | None = None, request: cp.Request = cp.NO_SPLIT, keep: bool = False,
 ):  # fmt: skip
     """Runs the chunked forward.
 
+    Args:
+        stages: from `cp.stages_for`.
+        request: what the planner may do.
+        keep: return the segments' states for a backward that would split alike.
+
     Returns:
-        g_cumsum `[B, T, Hv]`, T_inv `[B, T, Hv, C]`, o `[B, T, Hv, V]`, h `[B, chunks, Hv, K, V]` or None, and
-        final_state `[N, Hv, K, V]` or None, states in the caller's layout.
+        g_cumsum `[B, T, Hv]`, T_inv `[B, T, Hv, C]`, o `[B, T, Hv, V]`, h `[B, chunks, Hv, K, V]` or None,
+        final_state `[N, Hv, K, V]` or None, states in the caller's layout, and SegmentStates or None.
     """
-    stages = stages_for(problem)
+    split = cp.plan_split("fwd", problem, seqs, request, stages)
+    if keep and split is not None:
+        keep = cp.plan_split("bwd", problem, seqs, request, stages, cached=split.segment_chunks) == split
     o = torch.empty_like(v, memory_format=torch.contiguous_format) if out is None else out
     final_state = problem.empty_state(problem.state_dtype, problem.num_seqs) if output_final_state else None
     h = problem.empty_state(problem.dtype, seqs.total_chunks()) if output_h else None
-    h0 = problem.k_first(initial_state)
+    h0, entering = problem.k_first(initial_state), None
 
     g_cumsum, T_inv = stages.solve(k, g, beta, seqs)
+    if split is not None:
+        entering = stages.entering_states(k, v, T_inv, g_cumsum, beta, h0, seqs, split, for_backward=keep)
     stages.fused_forward(
-        o, problem.k_first(final_state), problem.k_first(h), q, k, v, T_inv, g_cumsum, beta, problem.scale, h0, seqs
-    )
+        o, problem.k_first(final_state), problem.k_first(h), q, k, v, T_inv, g_cumsum, beta, problem.scale, h0, seqs,
+        entering,
+    )  # fmt: skip
     if h is not None:
         h = h.view(problem.batch, h.shape[0] // max(problem.batch, 1), *h.shape[1:])
-    return g_cumsum, T_inv, o, h, final_state
+    return g_cumsum, T_inv, o, h, final_state, entering if keep else None

@@ -8,11 +8,12 @@ import torch.nn.functional as F
 from flash_qla import env
 from flash_qla.utils.guards import no_autocast
 
-from . import backend, cp
+from . import backend, cp, replay
 from .autograd import ChunkGatedDeltaRule, NormalizeQK
 from .backward import backward
 from .forward import forward
 from .problem import SMALL_DTYPES, Problem, check_values
+from .split import SegmentStates
 
 _ACCEPTED_UNUSED = ("chunk_offsets",)  # some callers pass it along; it is derived from cu_seqlens
 
@@ -42,11 +43,10 @@ def _cast_for_autocast(q, k, v):
 
     What it does not cast is left to the checks.
     """
-    if not isinstance(q, torch.Tensor) or q.dtype == torch.float64 or q.device.type == "meta":
+    kind = q.device.type if isinstance(q, torch.Tensor) else "meta"
+    if kind == "meta" or not torch.is_autocast_enabled(kind) or q.dtype == torch.float64:
         return q, k, v
-    if not torch.is_autocast_enabled(q.device.type):
-        return q, k, v
-    dtype = torch.get_autocast_dtype(q.device.type)
+    dtype = torch.get_autocast_dtype(kind)
     return tuple(x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype in SMALL_DTYPES else x for x in (q, k, v))
 
 
@@ -118,10 +118,10 @@ def chunk_gated_delta_rule(
             allowed; tokens after the last offset give zeros. Not read on the host by the kernels.
         head_first: not supported; True raises.
         state_v_first: layout of initial and final state.
-        auto_cp: let the planner split sequences inside the card.
-        enable_fwd_cp_cache: keep the forward's split results for the backward.
+        auto_cp: let the planner split sequences inside the card (the kernels only; `cp/planner.py`).
+        enable_fwd_cp_cache: keep the states at a split's borders for the backward (memory for time).
         cp_context: a FlashQLACPContext or an object with FLA's fields.
-        force_intra_cp: always split sequences (tests, profiling).
+        force_intra_cp: split every sequence of two chunks or more, in PyTorch too (tests, profiling).
         use_gate_in_kernel: gate = -exp(A_log) * softplus(g + dt_bias).
         A_log, dt_bias: `[Hv]` gate parameters; dt_bias optional.
         use_beta_sigmoid_in_kernel: beta = sigmoid(beta).
@@ -141,6 +141,17 @@ def chunk_gated_delta_rule(
         NotImplementedError: the kernels were demanded and do not cover the call, or a mode is not built yet.
         TypeError: an unknown keyword.
     """
+    tensors, key = (q, k, v, g, beta, initial_state, cu_seqlens), None
+    if (
+        out is None and cp_context is None and A_log is None and dt_bias is None and cu_seqlens_cpu is None
+        and chunk_indices is None and chunk_size is None and transpose_state_layout is None and not kwargs
+        and not (head_first or force_intra_cp or use_gate_in_kernel or use_beta_sigmoid_in_kernel or allow_neg_eigval)
+    ):  # fmt: skip
+        options = scale, output_final_state, use_qk_l2norm_in_kernel, state_v_first, auto_cp, state_dtype
+        key = replay.key_of(tensors, options)
+        known = None if key is None else replay.find(key)
+        if known is not None:
+            return known(*tensors)
     _reject_unknown("chunk_gated_delta_rule", kwargs)
     if head_first:
         raise ValueError("head_first=True is not supported; pass q, k, v as [B, T, H, D] (head_first=False)")
@@ -163,27 +174,42 @@ def chunk_gated_delta_rule(
         problem.check_out(out, **dict(zip(names, inputs)))
         if wants_grad:
             raise ValueError("out cannot be combined with gradients; call under torch.no_grad() or leave out=None")
-    stages = backend.stages_for(problem)
-    cp.check_supported(force_intra_cp or getattr(cp_context, "force_intra", False), stages)
+    stages = cp.stages_for(problem)
+    request = _split_request(problem, auto_cp, force_intra_cp, cp_context)
     if env.debug():
         check_values(seqs, q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, A_log=A_log, dt_bias=dt_bias)
 
     compute = torch.float64 if problem.dtype == torch.float64 else torch.float32
-    with no_autocast(q.device.type):
-        if use_qk_l2norm_in_kernel:
-            q, k = NormalizeQK.apply(q, k, stages)
-        if use_gate_in_kernel:
-            g = _activate_gate(seqs.zero_padding(g), A_log, dt_bias, compute)
-        if use_beta_sigmoid_in_kernel:
-            beta = _activate_beta(seqs.zero_padding(beta), allow_neg_eigval, compute)
-    if not wants_grad:
-        _, _, o, _, final_state = forward(
-            problem, seqs, q, k, v, g, beta, initial_state, output_final_state=output_final_state, out=out
-        )
-        return o, final_state
+    with replay.recording(key, tensors) as results:
+        with no_autocast(q.device.type):
+            if use_qk_l2norm_in_kernel:
+                q, k = NormalizeQK.apply(q, k, stages)
+            if use_gate_in_kernel:
+                g = _activate_gate(seqs.zero_padding(g), A_log, dt_bias, compute)
+            if use_beta_sigmoid_in_kernel:
+                beta = _activate_beta(seqs.zero_padding(beta), allow_neg_eigval, compute)
+        if not wants_grad:
+            _, _, o, _, final_state, _ = forward(
+                stages, problem, seqs, q, k, v, g, beta, initial_state, output_final_state=output_final_state, out=out,
+                request=request,
+            )  # fmt: skip
+            results += (o, final_state)
+            return o, final_state
     return ChunkGatedDeltaRule.apply(
-        q, k, v, g, beta, initial_state, seqs.cu_seqlens, problem, seqs, bool(output_final_state)
-    )
+        q, k, v, g, beta, initial_state, seqs.cu_seqlens, stages, problem, seqs, bool(output_final_state),
+        request, bool(enable_fwd_cp_cache),
+    )  # fmt: skip
+
+
+def _split_request(problem, auto_cp, force_intra_cp, cp_context) -> cp.Request:
+    """The call's request. Raises ValueError for a context whose gates are of another number of value heads."""
+    request = cp.split_request(auto_cp, force_intra_cp, cp_context)
+    if request.decays is not None and len(request.decays) != problem.num_v_heads:
+        raise ValueError(
+            f"cp_context was built with g of {len(request.decays)} value heads, the call has {problem.num_v_heads}; "
+            "build it with these heads' gates or without g"
+        )
+    return request
 
 
 def _check_activations(g, A_log, dt_bias, use_gate, use_sigmoid, allow_neg_eigval):
@@ -208,7 +234,9 @@ def chunk_gated_delta_rule_fwd(
         g_cumsum `[B, T, Hv]` (float32, natural log, restarting in each 64-token chunk), A `[B, T, Hv, 64]` (the gated
         inverse, k's dtype), o, h (None unless output_h; `[B, chunks, Hv, K, V]`, V-first accordingly, k's dtype: the
         state entering each chunk; reads cu_seqlens back unless cu_seqlens_cpu is given), final_state (None unless
-        output_final_state), and an opaque cp_cache for `chunk_gated_delta_rule_bwd`. is_train is unused.
+        output_final_state), and cp_cache: with enable_fwd_cp_cache the states at the segments' borders for
+        `chunk_gated_delta_rule_bwd`, None where nothing was split or the backward would split differently. is_train is
+        unused: a plan does not depend on gradients.
 
     Raises:
         ValueError: as in `chunk_gated_delta_rule`.
@@ -218,13 +246,14 @@ def chunk_gated_delta_rule_fwd(
         q, k, v, g, beta, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens,
         cu_seqlens_cpu=cu_seqlens_cpu, state_v_first=state_v_first,
     )  # fmt: skip
+    request = _split_request(problem, auto_cp, False, cp_context)
     if env.debug():
         check_values(seqs, q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state)
     with torch.no_grad(), no_autocast(q.device.type):
-        g_cumsum, T_inv, o, h, final_state = forward(
-            problem, seqs, q, k, v, g, beta, initial_state, output_final_state=output_final_state, output_h=output_h
-        )
-    return g_cumsum, T_inv, o, h, final_state, None
+        return forward(
+            cp.stages_for(problem), problem, seqs, q, k, v, g, beta, initial_state,
+            output_final_state=output_final_state, output_h=output_h, request=request, keep=bool(enable_fwd_cp_cache),
+        )  # fmt: skip
 
 
 def chunk_gated_delta_rule_bwd(
@@ -255,11 +284,16 @@ def chunk_gated_delta_rule_bwd(
     problem.check_like("do", do, "o")
     if dht is not None:
         problem.check_like("dht", dht, "final_state")
+    if cp_cache is not None and not isinstance(cp_cache, SegmentStates):
+        raise ValueError(f"cp_cache must be what chunk_gated_delta_rule_fwd returned, got {type(cp_cache).__name__}")
+    request = _split_request(problem, auto_cp, False, cp_context)
     if env.debug():
         check_values(seqs, q=q, k=k, v=v, g=g, beta=beta, A=A, do=do, dht=dht, initial_state=initial_state)
     with torch.no_grad(), no_autocast(q.device.type):
-        dq, dk, dv, dbeta, dg, dh0 = backward(problem, seqs, q, k, v, A, g, beta, initial_state, do, dht)
-    return dq, dk, dv, dbeta, dg, dh0
+        return backward(
+            cp.stages_for(problem), problem, seqs, q, k, v, A, g, beta, initial_state, do, dht,
+            request=request, entering=cp_cache,
+        )  # fmt: skip
 
 
 def supports(

@@ -6,8 +6,7 @@ statements, so they also hold under `python -O`. `check_values` is the exception
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
 from numbers import Real
 from typing import NamedTuple
 
@@ -26,7 +25,7 @@ def _names(dtypes) -> str:
 
 
 class _Meta(NamedTuple):
-    """What validation may look at; equal metadata is validated once (`_checked` is memoised by value)."""
+    """What validation may look at; equal metadata is validated once (`_known`)."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype | None
@@ -107,6 +106,7 @@ class Problem:
         scale: of q·k, resolved.
         state_v_first: states are `[N, Hv, V, K]` in memory.
         device: where everything lives.
+        derived: what others found out about the problem once (`backend.stages_for`); not part of its value.
     """
 
     batch: int
@@ -124,6 +124,7 @@ class Problem:
     scale: float
     state_v_first: bool
     device: torch.device
+    derived: dict = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def group_size(self) -> int:
@@ -146,8 +147,19 @@ class Problem:
             raise ValueError(f"state_dtype must be a torch.dtype, got {state_dtype!r}")
         if chunk_size not in (None, CHUNK_SIZE):
             raise ValueError(f"chunk_size={chunk_size!r} is not supported; supported: None or {CHUNK_SIZE}")
-        metas = map(_Meta.of, (q, k, v, g, beta, initial_state, cu_seqlens, cu_seqlens_cpu))
-        problem = _checked(*metas, None if scale is None else float(scale), bool(state_v_first), state_dtype)
+        tensors = (q, k, v, g, beta, initial_state, cu_seqlens, cu_seqlens_cpu)
+        options = (None if scale is None else float(scale), bool(state_v_first), state_dtype)
+        try:
+            key = (*map(_key, tensors), *options)
+            problem = _known.get(key)
+        except TypeError:  # something that is no tensor, or sizes that cannot be hashed
+            key, problem = None, None
+        if problem is None:
+            problem = cls._of_metas(*map(_Meta.of, tensors), *options)
+            if key is not None:
+                if len(_known) >= _MAX_KNOWN:
+                    _known.clear()
+                _known[key] = problem
         seqs = Sequences.build(problem.batch, problem.num_tokens, CHUNK_SIZE, cu_seqlens, cu_seqlens_cpu)
         return problem, seqs
 
@@ -291,8 +303,18 @@ class Problem:
         return state.transpose(-1, -2) if self.state_v_first and state is not None else state
 
 
-# A request pattern has few distinct shapes; errors are not cached.
-_checked = lru_cache(maxsize=4096)(Problem._of_metas)
+# Problems by the metadata that they were validated from: a request pattern has few. Errors are not kept.
+_known: dict[tuple, Problem] = {}
+_MAX_KNOWN = 4096
+
+
+def _key(x):
+    """What of a tensor validation depends on. Raises TypeError for anything else."""
+    if x is None:
+        return None
+    if not isinstance(x, torch.Tensor):
+        raise TypeError
+    return x.shape, x.dtype, x.device, x.layout
 
 
 def check_values(seqs: Sequences, **tensors) -> None:

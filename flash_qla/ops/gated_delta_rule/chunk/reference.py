@@ -152,7 +152,7 @@ def _walk(seqs, group, device, reverse=False) -> Iterator[tuple[int, torch.Tenso
         yield len(running), torch.tensor(chunks, dtype=torch.int64, device=device)
 
 
-def _chunk_slots(seqs, device):
+def chunk_slots(seqs, device):
     """Returns int64 `[total_chunks]`: the slot of each chunk."""
     first = seqs.first_slots()
     return torch.tensor([first[n] + c for n, c in seqs.chunk_seq()], dtype=torch.int64, device=device)
@@ -322,7 +322,7 @@ def forward_states(k, v, T_inv, g_cumsum, beta, h0, seqs: Sequences):
     """
     shape = (seqs.max_slots, v.shape[2], k.shape[-1], v.shape[-1])
     S = torch.zeros(shape, dtype=compute_dtype(k, v), device=k.device)
-    slots = _chunk_slots(seqs, k.device)
+    slots = chunk_slots(seqs, k.device)
     _walk_forward(None, None, S, slots, None, k, v, T_inv, g_cumsum, beta, 1.0, h0, seqs)
     return S
 
@@ -341,7 +341,7 @@ def reverse_states(q, k, T_inv, g_cumsum, beta, do, dht, scale, dh0, seqs: Seque
     """
     dtype, device = compute_dtype(k, do), k.device
     num_v_heads, head_dims = do.shape[2], (k.shape[-1], do.shape[-1])
-    all_rows, slots = seqs.chunk_rows(device), _chunk_slots(seqs, device)
+    all_rows, slots = seqs.chunk_rows(device), chunk_slots(seqs, device)
     dS_out = torch.zeros(seqs.max_slots, num_v_heads, *head_dims, dtype=dtype, device=device)
     for group in _seq_groups(seqs, num_v_heads, head_dims):
         state = _load_states(dht, group, (num_v_heads, *head_dims), dtype, device)
@@ -384,7 +384,7 @@ def gradients(dq, dk, dv, dbeta, dg, q, k, v, T_inv, g_cumsum, beta, do, scale, 
     dtype, device = compute_dtype(k, v), k.device
     num_k_heads, num_v_heads = k.shape[2], v.shape[2]
     widest = max(k.shape[-1], v.shape[-1], seqs.chunk_size)
-    slots = _chunk_slots(seqs, device)
+    slots = chunk_slots(seqs, device)
     if seqs.is_varlen:
         for dest in (dq, dk, dv, dbeta, dg):
             if dest is not None:

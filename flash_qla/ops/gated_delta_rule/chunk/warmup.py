@@ -18,7 +18,7 @@ def warmup(
     """Compiles (or loads from the disk cache) every kernel variant that a model configuration can meet.
 
     Args:
-        num_k_heads, num_v_heads: Hq, Hv. Any number shares the same kernels; only their ratio is checked.
+        num_k_heads, num_v_heads: Hq, Hv. Any number shares the same kernels; only their ratio matters.
         head_dim_k, head_dim_v: K, V.
         dtype: of q, k, v.
         gate_dtype: of g and beta.

@@ -6,6 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
+from ..constants import CHUNK_SIZE, GATE_FLOOR
+from ..sequences import Sequences
+from .planner import AUTO, Request
+
 
 @dataclass
 class FlashQLACPContext:
@@ -18,6 +22,8 @@ class FlashQLACPContext:
         conv1d_kernel_size, pre_num_conv_tokens: of the short convolution before the operator.
         is_inter, is_intra: split across cards; split inside the card.
         force_intra: split even where the planner would not.
+        decays: by how much each value head's gate decays in a chunk, natural logs >= 0; None when nobody measured.
+        segment_chunks: chunks of a segment in place of the planner's choice (measurements, tests).
     """
 
     group: object | None = None
@@ -32,6 +38,8 @@ class FlashQLACPContext:
     is_inter: bool = False
     is_intra: bool = False
     force_intra: bool = False
+    decays: tuple[float, ...] | None = None
+    segment_chunks: int | None = None
 
 
 def build_cp_context(
@@ -42,23 +50,45 @@ def build_cp_context(
 
     Args:
         cu_seqlens, cu_seqlens_cpu: `[N + 1]` offsets, on the device and on the host.
-        enable_intra, force_intra_cp: splitting inside the card (planned; forced).
+        enable_intra: the planner may split sequences inside the card, whatever auto_cp says.
+        force_intra_cp: split every sequence of two chunks or more.
         enable_inter, group: sharing sequences among cards: not built yet.
-        num_v_heads, chunk_size, g, is_train: what the planner may use.
+        g: `[B, T, Hv]` natural-log gates like those to come. The planner then knows how fast each value head decays,
+            where it would assume that a quarter never do. **Reads the device once**, here and not in the calls.
+        num_v_heads: checked against g.
+        chunk_size: None or 64.
+        is_train: accepted and unused: a plan does not depend on gradients.
 
     Raises:
         NotImplementedError: enable_inter, or a group of several cards.
-        ValueError: a chunk_size other than 64, a group that is none.
+        ValueError: a chunk_size other than 64, a group that is none, a g that does not fit.
     """
     if enable_inter:
         raise NotImplementedError("enable_inter=True: context parallelism across cards is not supported yet")
-    if chunk_size not in (None, 64):
-        raise ValueError(f"chunk_size={chunk_size!r} is not supported; supported: None or 64")
+    if chunk_size not in (None, CHUNK_SIZE):
+        raise ValueError(f"chunk_size={chunk_size!r} is not supported; supported: None or {CHUNK_SIZE}")
     _refuse_several_cards(group)
     return FlashQLACPContext(
         group=group, cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu, conv1d_kernel_size=conv1d_kernel_size,
         is_intra=bool(enable_intra), force_intra=bool(force_intra_cp),
+        decays=None if g is None else _decays_per_chunk(g, num_v_heads, cu_seqlens),
     )  # fmt: skip
+
+
+def _decays_per_chunk(g, num_v_heads, cu_seqlens) -> tuple[float, ...]:
+    """By how much each value head decays in a chunk on average, to two digits: plans are kept by value."""
+    if not isinstance(g, torch.Tensor) or g.dim() != 3 or (num_v_heads is not None and g.shape[2] != num_v_heads):
+        got = tuple(g.shape) if isinstance(g, torch.Tensor) else type(g).__name__
+        raise ValueError(f"g must be a tensor of shape [B, T, Hv], Hv = {num_v_heads or 'any'}, got {got}")
+    batch, num_tokens, _ = g.shape
+    g = Sequences.build(batch, num_tokens, CHUNK_SIZE, cu_seqlens).zero_padding(g.detach())
+    sums = g.float().clamp(min=GATE_FLOOR).flatten(0, 1).sum(0)
+    if cu_seqlens is None:
+        tokens = sums.new_full((1,), batch * num_tokens)
+    else:
+        tokens = (cu_seqlens[-1:] - cu_seqlens[:1]).to(sums)
+    decays = (-CHUNK_SIZE * sums / tokens.clamp(min=1)).tolist()  # the one device read
+    return tuple(float(f"{max(decay, 0.0):.1e}") for decay in decays)
 
 
 def _refuse_several_cards(group) -> None:
@@ -93,14 +123,17 @@ def resolve_cu_seqlens(cp_context, cu_seqlens, cu_seqlens_cpu):
     return cu_seqlens, cu_seqlens_cpu
 
 
-def check_supported(force_intra_cp: bool, stages) -> None:
-    """Refuses a forced split where no implementation splits yet.
+def split_request(auto_cp: bool, force_intra_cp: bool, cp_context) -> Request:
+    """What a call asks of the planner, from its own arguments and its context's."""
 
-    Raises:
-        NotImplementedError: force_intra_cp=True.
-    """
-    if force_intra_cp:
-        raise NotImplementedError(
-            f"force_intra_cp=True: {stages.__name__.rpartition('.')[2]} does not split sequences yet; "
-            "leave force_intra_cp=False (the result is the same)"
-        )
+    def of_context(name):
+        return getattr(cp_context, name, None)
+
+    if cp_context is None:
+        return AUTO if auto_cp and not force_intra_cp else Request(bool(auto_cp), bool(force_intra_cp))
+    return Request(
+        allowed=bool(auto_cp or of_context("is_intra")),
+        forced=bool(force_intra_cp or of_context("force_intra")),
+        segment_chunks=of_context("segment_chunks"),
+        decays=of_context("decays"),
+    )

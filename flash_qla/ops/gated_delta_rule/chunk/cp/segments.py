@@ -20,6 +20,7 @@ import torch
 
 from flash_qla.ops.gated_delta_rule.chunk import reference
 from flash_qla.ops.gated_delta_rule.chunk.sequences import Sequences
+from flash_qla.ops.gated_delta_rule.chunk.split import SegmentStates, Split
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class _Windows(Sequences):
         return list(self.windows)
 
 
-def split(seqs: Sequences, segment_chunks: int | Sequence[Sequence[int]]) -> Segments:
+def cut(seqs: Sequences, segment_chunks: int | Sequence[Sequence[int]]) -> Segments:
     """Cuts sequences into segments.
 
     Args:
@@ -296,72 +297,87 @@ def scan_reverse(c, M, needs_carry, dht, segments: Segments):
     return leaving
 
 
-def _skip(segments, skipped, *tables):
+# --- the stages of a split, twins of those in `kernels/stages.py`
+
+
+@reference.stage
+def entering_states(k, v, T_inv, g_cumsum, beta, h0, seqs: Sequences, split: Split, for_backward: bool = False):
+    """Computes the state entering each segment: walk, transition, scan.
+
+    Args:
+        for_backward: transitions also where only `leaving_cotangents` needs them.
+
+    Returns:
+        SegmentStates whose states are `[J, Hv, K, V]` in the compute dtype.
+    """
+    segments = cut(seqs, split.segment_chunks)
+    bound = decay_bound(k, g_cumsum, beta, seqs)
+    warmup, needs_carry = _skip(segments.last, *warmup_chunks(bound, segments, split.tolerance))
+    b = segment_states(k, v, T_inv, g_cumsum, beta, segments, warmup)
+    wanted = needs_carry
+    if for_backward:
+        wanted = needs_carry | _skip(segments.first, *warmup_chunks(bound, segments, split.tolerance, reverse=True))[1]
+    M = transition(k, T_inv, g_cumsum, beta, segments, wanted)
+    return SegmentStates(split, scan_forward(b, M, needs_carry, h0, segments), M, wanted)
+
+
+@reference.stage
+def leaving_cotangents(
+    q, k, T_inv, g_cumsum, beta, do, dht, scale, seqs: Sequences, split: Split, entering: SegmentStates
+):
+    """Computes the cotangent of the state leaving each segment; the mirror of `entering_states`.
+
+    Args:
+        entering: made for_backward, from the same split: its transitions are used.
+    """
+    segments = cut(seqs, split.segment_chunks)
+    bound = decay_bound(k, g_cumsum, beta, seqs)
+    warmup, needs_carry = _skip(segments.first, *warmup_chunks(bound, segments, split.tolerance, reverse=True))
+    c = reverse_segment_states(q, k, T_inv, g_cumsum, beta, do, scale, segments, warmup)
+    return SegmentStates(split, scan_reverse(c, entering.transitions, needs_carry, dht, segments))
+
+
+@reference.stage
+def fused_forward(o, ht, h, q, k, v, T_inv, g_cumsum, beta, scale, h0, seqs: Sequences, entering=None):
+    """`reference.fused_forward`, with every segment run at once from `entering` unless that is None."""
+    if entering is None:
+        return reference.fused_forward(o, ht, h, q, k, v, T_inv, g_cumsum, beta, scale, h0, seqs)
+    segments = cut(seqs, entering.split.segment_chunks)
+    leaving = None if ht is None else torch.empty_like(entering.states)
+    args = (q, k, v, T_inv, g_cumsum, beta, scale, entering.states, segments.inner)
+    reference.fused_forward(o, leaving, h, *args)
+    if ht is not None:
+        ht.copy_(leaving[segments.last])
+
+
+@reference.stage
+def backward_states(
+    q, k, v, T_inv, g_cumsum, beta, do, scale, h0, dht, dh0, seqs: Sequences, entering=None, leaving=None
+):
+    """`reference.backward_states`, with every segment run at once between `entering` and `leaving` unless None."""
+    if entering is None:
+        return reference.backward_states(q, k, v, T_inv, g_cumsum, beta, do, scale, h0, dht, dh0, seqs)
+    segments = cut(seqs, entering.split.segment_chunks)
+    first = None if dh0 is None else torch.empty_like(leaving.states)
+    args = (q, k, v, T_inv, g_cumsum, beta, do, scale, entering.states, leaving.states, first, segments.inner)
+    S, dS = reference.backward_states(*args)
+    if dh0 is not None:
+        dh0.copy_(first[segments.first])
+    # Slots are numbered by sequence: chunks are the same, their slots in the segments' numbering are not.
+    shape = (seqs.max_slots, *S.shape[1:])
+    source, target = (reference.chunk_slots(x, k.device) for x in (segments.inner, seqs))
+    S_all, dS_all = S.new_zeros(shape), dS.new_zeros(shape)
+    S_all[target], dS_all[target] = S[source], dS[source]
+    return S_all, dS_all
+
+
+def __getattr__(name):
+    """The other stages are `reference`'s: chunks are the same split or not."""
+    return getattr(reference, name)
+
+
+def _skip(skipped, *tables):
     """Zeroes the rows of segments whose end state nobody reads."""
     for table in tables:
         table[skipped] = 0
     return tables
-
-
-@reference.stage
-def entering_states(k, v, T_inv, g_cumsum, beta, h0, segments: Segments, tolerance: float):
-    """Computes the state entering each segment: walk, transition, scan.
-
-    Returns:
-        `[J, Hv, K, V]` in the compute dtype; what the backward of a split forward may be handed.
-    """
-    bound = decay_bound(k, g_cumsum, beta, segments.inner)
-    tables = warmup_chunks(bound, segments, tolerance)
-    warmup, needs_carry = _skip(segments, segments.last, *tables)
-    b = segment_states(k, v, T_inv, g_cumsum, beta, segments, warmup)
-    M = transition(k, T_inv, g_cumsum, beta, segments, needs_carry)
-    return scan_forward(b, M, needs_carry, h0, segments)
-
-
-@reference.stage
-def leaving_cotangents(q, k, T_inv, g_cumsum, beta, do, dht, scale, segments: Segments, tolerance: float):
-    """Computes the cotangent of the state leaving each segment; the mirror of `entering_states`."""
-    bound = decay_bound(k, g_cumsum, beta, segments.inner)
-    tables = warmup_chunks(bound, segments, tolerance, reverse=True)
-    warmup, needs_carry = _skip(segments, segments.first, *tables)
-    c = reverse_segment_states(q, k, T_inv, g_cumsum, beta, do, scale, segments, warmup)
-    M = transition(k, T_inv, g_cumsum, beta, segments, needs_carry)
-    return scan_reverse(c, M, needs_carry, dht, segments)
-
-
-@reference.stage
-def forward_split(o, ht, h, q, k, v, T_inv, g_cumsum, beta, scale, h0, segments: Segments, tolerance: float):
-    """`reference.fused_forward` with every segment run at once; same destinations.
-
-    Args:
-        tolerance: natural log of the largest transition norm left out; -inf for none.
-
-    Returns:
-        The states entering the segments, `[J, Hv, K, V]`, for `backward_split`.
-    """
-    entering = entering_states(k, v, T_inv, g_cumsum, beta, h0, segments, tolerance)
-    leaving = None if ht is None else torch.empty_like(entering)
-    reference.fused_forward(o, leaving, h, q, k, v, T_inv, g_cumsum, beta, scale, entering, segments.inner)
-    if ht is not None:
-        ht.copy_(leaving[segments.last])
-    return entering
-
-
-@reference.stage
-def backward_split(
-    dq, dk, dv, dbeta, dg, dh0, q, k, v, T_inv, g_cumsum, beta, do, dht, scale, h0, segments, tolerance, entering=None
-):
-    """The whole backward with every segment run at once; destinations as in `reference`'s stages.
-
-    Args:
-        entering: from `forward_split`, computed again when None.
-    """
-    if entering is None:
-        entering = entering_states(k, v, T_inv, g_cumsum, beta, h0, segments, tolerance)
-    leaving = leaving_cotangents(q, k, T_inv, g_cumsum, beta, do, dht, scale, segments, tolerance)
-    first = None if dh0 is None else torch.empty_like(leaving)
-    S = reference.forward_states(k, v, T_inv, g_cumsum, beta, entering, segments.inner)
-    dS = reference.reverse_states(q, k, T_inv, g_cumsum, beta, do, leaving, scale, first, segments.inner)
-    reference.gradients(dq, dk, dv, dbeta, dg, q, k, v, T_inv, g_cumsum, beta, do, scale, S, dS, segments.inner)
-    if dh0 is not None:
-        dh0.copy_(first[segments.first])

@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 from flash_qla.arch import Arch
 
@@ -20,6 +21,7 @@ ROLE_PASS_CONFIGS = {
 }
 
 _kernels: dict = {}
+_compiled: list = []  # what the entry points in _kernels belong to
 _locks: dict = {}  # one per variant: different variants compile side by side, one variant compiles once
 _lock = threading.Lock()
 
@@ -32,7 +34,7 @@ def target(arch: Arch) -> dict:
 
 
 def build(make, spec, arch: Arch, pass_configs: dict | None = None):
-    """Returns the compiled kernel of `make(spec)`; compiles (or loads from disk) at its first use, thread-safe."""
+    """Returns a callable that launches `make(spec)`; compiles (or loads from disk) at its first use, thread-safe."""
     key = (make, spec, arch.name)
     kernel = _kernels.get(key)
     if kernel is None:
@@ -41,8 +43,48 @@ def build(make, spec, arch: Arch, pass_configs: dict | None = None):
         with variant_lock:
             kernel = _kernels.get(key)
             if kernel is None:
-                kernel = _kernels[key] = compile_now(make, spec, arch, pass_configs)
-    return kernel
+                compiled = compile_now(make, spec, arch, pass_configs)
+                _compiled.append(compiled)
+                kernel = _kernels[key] = _entry_point(compiled)
+    return kernel if _recorder.launches is None else _Recorded(kernel, _recorder.launches)
+
+
+def _entry_point(compiled):
+    """The compiled function itself: TileLang's call walks all arguments in Python, which takes a third of a launch."""
+    try:
+        return compiled.adapter.get_exportable_executable()["main"]
+    except (AttributeError, KeyError):  # another TileLang, or a stand-in
+        return compiled
+
+
+class _Recorder(threading.local):
+    """Of this thread: the launches of the call that is being recorded, None when none is."""
+
+    launches: list | None = None
+
+
+_recorder = _Recorder()
+
+
+class _Recorded:
+    """A kernel whose launches are noted down."""
+
+    def __init__(self, kernel, launches):
+        self.kernel, self.launches = kernel, launches
+
+    def __call__(self, *arguments):
+        self.launches.append((self.kernel, arguments))
+        return self.kernel(*arguments)
+
+
+@contextmanager
+def record_launches():
+    """Context whose value is the list of (kernel, arguments) that this thread launches inside, in order."""
+    before, _recorder.launches = _recorder.launches, []
+    try:
+        yield _recorder.launches
+    finally:
+        _recorder.launches = before
 
 
 def build_all(variants, arch: Arch, jobs: int | None = None) -> int:

@@ -6,32 +6,40 @@ Every product has V as M and its left operand in registers; an accumulator, cast
 
 The state is scaled lazily. Registers hold S~ = 2^-R S with a running log2 scale R that the gate warps carry. As long as
 |R + g_j| (log2) stays below MILD_LOG2, far inside the exponent range of bfloat16, with c = 2^R Γ a chunk is
-    W = β (V − c U)    O = s c (Q S~ + tril(Q Kᵀ) (Vd / c))    S~' = S~ + Kᵀ (Vd / c)
-one operand for both products, P without a gate, no factor on the state. When R has drifted by half of it the state is
-multiplied out after the chunk (mode RENORM; always after the last chunk). Where the gate is strong (mode STRONG) P is
-gated per element, O gets its factor before P Vd, S its factor before Kᵀ (e Vd), and R restarts at 0:
-              beta_gamma   inv   pre   post   P                   product with P
-    mild      β c          1/c   –     s c    tril(Q Kᵀ)          Vd inv
-    strong    β c          e     c     s      tril(D ∘ Q Kᵀ)      Vd
+    Vd / c = T~ (V − c U),  T~ = c^-1 T β    O = s c (Q S~ + tril(Q Kᵀ) (Vd / c))    S~' = S~ + Kᵀ (Vd / c)
+T's rows and columns are scaled off the chain, so that Vd / c is cast and used as it leaves the tensor cores; P has no
+gate and S no factor. When R has drifted by half of MILD_LOG2 the state is multiplied out after the chunk (mode RENORM;
+always after the last chunk). Where the gate is strong (mode STRONG) P is gated per element, O gets its factor before
+P Vd, S its factor before Kᵀ (e Vd), and R restarts at 0. Row factors:
+              row   beta   pre   inv   post   P                   product with P
+    mild      1/c   β      −c    –     s c    tril(Q Kᵀ)          Vd / c
+    strong    1     β      −c    e     s      tril(D ∘ Q Kᵀ)      Vd
 
 Roles (W value warpgroups, 64 columns of V each, one branch for both: two copies would overflow instruction caches):
     role      threads       registers (W = 1, 2)   computes
     load      warp 0        40, 32                 TMA of K, V, Q, T; prefetch of gates
     store     warp 1        40, 32                 TMA of O; a ragged chunk's rows one by one; zeros after the end
     gate      warps 2, 3    40, 32                 the chunk's row factors, R and mode
-    scores    128           104, 64                P; zeroes the rows past the sequence's end in K, V and T
+    scores    128           104, 64                T~ in T's place; P; zeroes rows past the sequence's end in K, V and T
     value     128 W         240, 208               U, W, Vd, O, S
 
 Barriers (arrivals count warps; rings of STAGES):
     name      signalled by               waited by       guards
-    loaded    load (TMA bytes), gate     scores, value   k, q, v, t, row factors
-    scored    scores                     value           p, zeroed rows
-    freed     value (S' complete)        load, gate      k, q, v, t; two chunks later: p; a slot later: row factors
+    loaded    load (TMA bytes), gate     scores          k, q, v, t, row factors
+    solved    scores                     value           what loaded guards, t scaled, rows past the end zero
+    scored    scores                     value           p
+    freed     value (S' complete)        load, gate      k, q, v, t; a slot later: row factors
+    used      value (O complete)         scores          p
     o_ready   value                      store           o
     o_free    store                      value           o
 
-Shared memory, K = V = 128: a stage is k 16 + q 16 + v 8 W + t 8 + p 8 KB; o 8 W KB; 4 slots of 1.5 KB of row factors.
+The value role's loop starts where U is complete: nothing is in flight across its back edge (else ptxas serialises all
+products), and strong chunks have a body of their own, since a branch in the middle of products in flight does the same.
+U is issued whole before O of the chunk before is scaled: `arrive` between them holds ptxas' scheduler off.
+
+Shared memory, K = V = 128: a stage is k 16 + q 16 + v 8 W + t 8 + p 8 KB; o 8 W KB; 4 slots of 1.75 KB of row factors.
 Grid: x = (sequence, value head, V tile), the V tile innermost.
+Longer than a kernel file should be: five roles and the barriers between them are one protocol, read together.
 """
 
 from dataclasses import dataclass
@@ -42,7 +50,7 @@ from flash_qla import arch as archs
 
 from . import launch
 from .build import build
-from .tiles import fragments, layouts, pipeline, program, rows, state
+from .tiles import fragments, layouts, pipeline, program, rows, scores, state
 
 C = 64
 V_TILE = 64
@@ -51,11 +59,13 @@ LOG2E = 1.4426950408889634
 # Largest |log2| of a mild chunk's factors: far from the operand type's ends, whatever V's magnitude.
 MILD_LOG2 = {"bfloat16": 48.0, "float16": 4.0}
 REGISTERS = {1: (40, 104, 240), 2: (32, 64, 208)}
+LATE = {1: True, 2: False}  # O leaves under the products of the next chunk, where registers allow
 PREFETCH_CHUNKS = 2
 FIRST_GATE_THREAD, FIRST_VALUE_THREAD = 64, 256
 GATE_SLOTS = STAGES + 1
-LATE = {1: True, 2: False}
 STRONG = 1
+SCORES_BARRIER = 15
+UNROLL = {1: 4, 2: 2}  # of T's scaling: scores has fewer registers beside two value warpgroups
 RENORM = 2
 ROWS = T.GemmWarpPolicy.FullRow  # 64 rows for each warpgroup
 PASS_CONFIGS = {
@@ -103,24 +113,32 @@ class Smem:
     o: object
     g: object
     beta: object
-    beta_gamma: object
+    row: object
     inv: object
     pre: object
     post: object
     total: object
     mode: object
     loaded: object
+    solved: object
     scored: object
     freed: object
+    used: object
     o_ready: object
     o_free: object
 
 
 @dataclass
 class Walk:
-    """Where a CTA walks: its sequence, head and slice of V."""
+    """Where a CTA walks: a segment (number `segment`, slot `slot`) of sequence n, a head, a slice of V.
+
+    ht_row: n in the sequence's last segment, out of range elsewhere.
+    """
 
     n: object
+    slot: object
+    segment: object
+    ht_row: object
     batch: object
     start: object
     length: object
@@ -205,9 +223,9 @@ def gate_role(spec: Spec, m: Smem, walk: Walk, g_cumsum, beta, scale):
         T.barrier_wait(m.freed[stage], (i // STAGES + 1) % 2)
         m.g[gate, row] = g
         m.beta[gate, row] = b
-        m.pre[gate, row] = T.exp2(pending + g)
-        m.beta_gamma[gate, row] = b * T.exp2(pending + g)
-        m.inv[gate, row] = T.exp2(T.if_then_else(mode != 0, g_last - g, -pending - g))
+        m.pre[gate, row] = -T.exp2(pending + g)
+        m.row[gate, row] = T.exp2(T.if_then_else(mode != 0, 0.0, -pending - g))
+        m.inv[gate, row] = T.exp2(T.if_then_else(mode != 0, g_last - g, 0.0))
         m.post[gate, row] = scale * T.exp2(T.if_then_else(mode != 0, 0.0, pending + g))
         pending = pending + g_last
         if row == 0:
@@ -235,28 +253,24 @@ def zero_past_end(spec: Spec, m: Smem, stage, length):
 
 @T.macro
 def scores_role(spec: Spec, m: Smem, walk: Walk):
+    """T scaled in its place, then P."""
     P = T.alloc_fragment((C, C), "float32")
-    P_op = T.alloc_fragment((C, C), spec.dtype)
     for i in T.serial(walk.chunks):
         stage = i % STAGES
         gate = i % GATE_SLOTS
         T.barrier_wait(m.loaded[stage], (i // STAGES) % 2)
+        strong = m.mode[gate] == STRONG
         T.wgmma_gemm(m.q[stage, :, :], m.k[stage, :, :], P, transpose_B=True, clear_accum=True)
+        if walk.length - i * C < C:
+            T.wait_wgmma(0)
+            zero_past_end(spec, m, stage, walk.length - i * C)
+            T.sync_threads(SCORES_BARRIER, 128)
+        scores.scale_inverse(m.t, stage, m.row, m.beta, gate)
+        pipeline.publish(m.solved, stage)
         T.wait_wgmma(0)
         T.warpgroup_fence_operand(P, num_regs=C * C // 128)
-        if walk.length - i * C < C:
-            zero_past_end(spec, m, stage, walk.length - i * C)
-        if m.mode[gate] != STRONG:
-            for j, t in T.Parallel(C, C):
-                P_op[j, t] = T.cast(T.if_then_else(j >= t, P[j, t], 0.0), spec.dtype)
-        else:
-            for j, t in T.Parallel(C, C):
-                P_op[j, t] = T.cast(
-                    T.if_then_else(j >= t, P[j, t] * T.exp2(m.g[gate, j] - m.g[gate, t]), 0.0), spec.dtype
-                )  # F6
-        if i > 1:
-            T.barrier_wait(m.freed[(i - 2) % STAGES], ((i - 2) // STAGES) % 2)  # then the slot's last reader is done
-        fragments.store_tile_unfenced(m.p, stage, P_op)
+        T.barrier_wait(m.used[stage], (i // STAGES + 1) % 2)
+        scores.store(m.p, stage, P, m.g, gate, strong)  # F6
         pipeline.publish(m.scored, stage)
 
 
@@ -267,9 +281,9 @@ class Tiles:
     S: object
     S_op: object
     U: object
-    O: object
     W_op: object
     Vd_op: object
+    O: object
     O_out: object
 
 
@@ -279,44 +293,54 @@ def allocate_tiles(spec: Spec) -> Tiles:
         S=T.alloc_fragment((width, spec.head_dim_k), "float32"),
         S_op=T.alloc_fragment((width, spec.head_dim_k), spec.dtype),
         U=T.alloc_fragment((width, C), "float32"),
-        O=T.alloc_fragment((width, C), "float32"),
         W_op=T.alloc_fragment((width, C), spec.dtype),
         Vd_op=T.alloc_fragment((width, C), spec.dtype),
+        O=T.alloc_fragment((width, C), "float32"),
         O_out=T.alloc_fragment((C, width), spec.dtype),
     )
     T.annotate_layout({f.O_out: layouts.transposed_accumulator(C, width)})
     return f
 
 
+def load_values(spec: Spec, m: Smem, f: Tiles, i):
+    """Call expression: W_op = chunk i's V, transposed, this warpgroup's 64 columns."""
+    part = (T.get_thread_binding() - FIRST_VALUE_THREAD) // 128
+    tile = m.v.access_ptr("r", offset=(i % STAGES * spec.value_warpgroups + part) * (C * V_TILE))
+    return T.call_extern("void", "flash_qla::load_transposed", f.W_op.access_ptr("w"), tile)
+
+
 @T.macro
-def solve_chunk(spec: Spec, m: Smem, f: Tiles, i, mode: T.Ref, after_another):
-    """Completes chunk i's Vd and S Q; finishes chunk i - 1 meanwhile."""
-    stage = i % STAGES
-    gate = i % GATE_SLOTS
-    mode = m.mode[gate]
-    T.copy(f.S, f.S_op)
-    T.wgmma_gemm(f.S_op, m.k[stage, :, :], f.U, transpose_B=True, clear_accum=True, policy=ROWS)  # F3
-    if after_another:
-        T.wait_wgmma(1)
-        scale_output(m, f, i - 1, spec.dtype)
-    T.wgmma_gemm(f.S_op, m.q[stage, :, :], f.O, transpose_B=True, clear_accum=True, policy=ROWS)
-    if after_another and not LATE[spec.value_warpgroups]:
-        send_output(m, f, i - 1)
-    slice_of_v = (T.get_thread_binding() - FIRST_VALUE_THREAD) // 128
-    fragments.load_tile_transposed(f.W_op, m.v, stage * spec.value_warpgroups + slice_of_v)
-    T.wait_wgmma(1)
+def read_state(m: Smem, f: Tiles, i):
+    """Issues chunk i's U."""
+    T.wgmma_gemm(f.S_op, m.k[i % STAGES, :, :], f.U, transpose_B=True, clear_accum=True, policy=ROWS)  # F3
+
+
+@T.macro
+def wait_state(spec: Spec, m: Smem, f: Tiles, i):
+    """Waits for U, V's tile in the meantime."""
+    load_values(spec, m, f, i)
+    T.wait_wgmma(0)
     T.warpgroup_fence_operand(f.U, num_regs=V_TILE * C // 128)
+
+
+@T.macro
+def solve_chunk(spec: Spec, m: Smem, f: Tiles, i, strong):
+    """Completes chunk i's Vd and issues S Q."""
     for jv, j in T.Parallel(m.width, C):
         f.W_op[jv, j] = T.cast(
-            T.cast(f.W_op[jv, j], "float32") * m.beta[gate, j] - f.U[jv, j] * m.beta_gamma[gate, j], spec.dtype
-        )  # F4
-    T.wgmma_gemm(f.W_op, m.t[stage, :, :], f.U, transpose_B=True, clear_accum=True, policy=ROWS)  # F5
-    if after_another and LATE[spec.value_warpgroups]:
-        send_output(m, f, i - 1)
-    if mode == STRONG:
-        scale_state(spec, m, f, gate)
-    T.wait_wgmma(0)
-    T.warpgroup_fence_operand(f.O, num_regs=V_TILE * C // 128)
+            T.cast(f.W_op[jv, j], "float32") + f.U[jv, j] * m.pre[i % GATE_SLOTS, j], spec.dtype
+        )  # F4, without beta
+    T.wgmma_gemm(f.W_op, m.t[i % STAGES, :, :], f.U, transpose_B=True, clear_accum=True, policy=ROWS)  # F5
+    T.wgmma_gemm(f.S_op, m.q[i % STAGES, :, :], f.O, transpose_B=True, clear_accum=True, policy=ROWS)
+    if LATE[spec.value_warpgroups]:
+        if i > 0:
+            send_output(m, f, i - 1)
+    T.barrier_wait(m.scored[i % STAGES], (i // STAGES) % 2)
+    if strong:
+        T.wait_wgmma(0)
+        T.warpgroup_fence_operand(f.O, num_regs=V_TILE * C // 128)
+    else:
+        T.wait_wgmma(1)
     T.warpgroup_fence_operand(f.U, num_regs=V_TILE * C // 128)
 
 
@@ -327,28 +351,74 @@ def scale_state(spec: Spec, m: Smem, f: Tiles, gate):
 
 
 @T.macro
-def apply_chunk(spec: Spec, m: Smem, f: Tiles, i, mode):
-    """Issues S(i + 1) = e^{g_C} S + (e Vd) K, then O(i) += Vd P."""
-    stage = i % STAGES
-    gate = i % GATE_SLOTS
-    for jv, j in T.Parallel(m.width, C):
-        f.W_op[jv, j] = T.cast(f.U[jv, j] * m.inv[gate, j], spec.dtype)
-    if mode == STRONG:
-        for jv, j in T.Parallel(m.width, C):
-            f.Vd_op[jv, j] = T.cast(f.U[jv, j], spec.dtype)
-        for jv, j in T.Parallel(m.width, C):
-            f.O[jv, j] *= m.pre[gate, j]
-    else:
-        for jv, j in T.Parallel(m.width, C):
-            f.Vd_op[jv, j] = f.W_op[jv, j]  # before the product: registers of one in flight may not even be read
-    T.wgmma_gemm(f.W_op, m.k[stage, :, :], f.S, clear_accum=False, policy=ROWS)  # F8
-    T.wgmma_gemm(f.Vd_op, m.p[stage, :, :], f.O, transpose_B=True, clear_accum=False, policy=ROWS)  # F7
+def write_state(m: Smem, f: Tiles, i):
+    """Issues S += (e Vd) K."""
+    T.wgmma_gemm(f.Vd_op, m.k[i % STAGES, :, :], f.S, clear_accum=False, policy=ROWS)  # F8
 
 
 @T.macro
-def wait_chunk(m: Smem, i):
-    T.barrier_wait(m.loaded[i % STAGES], (i // STAGES) % 2)
-    T.barrier_wait(m.scored[i % STAGES], (i // STAGES) % 2)
+def read_writes(m: Smem, f: Tiles, i):
+    """Issues O += Vd P."""
+    T.wgmma_gemm(f.Vd_op, m.p[i % STAGES, :, :], f.O, transpose_B=True, clear_accum=False, policy=ROWS)  # F7
+
+
+@T.macro
+def apply_chunk(spec: Spec, m: Smem, f: Tiles, i, strong):
+    """Issues S(i + 1) = e^{g_C} S + (e Vd) K, then O(i) += Vd P."""
+    gate = i % GATE_SLOTS
+    if strong:
+        scale_state(spec, m, f, gate)
+        for jv, j in T.Parallel(m.width, C):
+            f.O[jv, j] *= -m.pre[gate, j]
+        for jv, j in T.Parallel(m.width, C):
+            f.Vd_op[jv, j] = T.cast(f.U[jv, j] * m.inv[gate, j], spec.dtype)
+        write_state(m, f, i)
+        T.wait_wgmma(0)
+    else:
+        T.copy(f.U, f.Vd_op)
+        write_state(m, f, i)
+    if strong:
+        T.copy(f.U, f.Vd_op)
+    read_writes(m, f, i)
+
+
+@T.macro
+def next_chunk(spec: Spec, m: Smem, walk: Walk, f: Tiles, i, mode: T.Ref, strong, h, first_chunk):
+    """Chunk i from its U on, to the next chunk's U. Nothing is in flight before or after."""
+    solve_chunk(spec, m, f, i, strong)
+    apply_chunk(spec, m, f, i, strong)
+    T.barrier_wait(m.solved[(i + 1) % STAGES], ((i + 1) // STAGES) % 2)  # which waited for loaded
+    T.wait_wgmma(1)
+    T.warpgroup_fence_operand(f.S, num_regs=V_TILE * spec.head_dim_k // 128)
+    pipeline.arrive(m.freed, i % STAGES)
+    if not strong:
+        if mode == RENORM:
+            scale_state(spec, m, f, i % GATE_SLOTS)
+    if spec.store_h:
+        store_entering(spec, m, f, walk, h, first_chunk, i + 1)
+    T.copy(f.S, f.S_op)
+    T.wait_wgmma(0)  # U takes Vd's place
+    read_state(m, f, i + 1)
+    pipeline.arrive(m.used, i % STAGES)
+    mode = m.mode[(i + 1) % GATE_SLOTS]
+    scale_output(m, f, i, spec.dtype)
+    if not LATE[spec.value_warpgroups]:
+        send_output(m, f, i)
+    wait_state(spec, m, f, i + 1)
+
+
+@T.macro
+def last_chunk(spec: Spec, m: Smem, f: Tiles, i, mode, strong):
+    """Chunk i from its U on."""
+    solve_chunk(spec, m, f, i, strong)
+    apply_chunk(spec, m, f, i, strong)
+    T.wait_wgmma(0)
+    T.warpgroup_fence_operand(f.S, num_regs=V_TILE * spec.head_dim_k // 128)
+    if not strong:
+        if mode == RENORM:
+            scale_state(spec, m, f, i % GATE_SLOTS)
+    scale_output(m, f, i, spec.dtype)
+    send_output(m, f, i)
 
 
 @T.macro
@@ -366,46 +436,40 @@ def send_output(m: Smem, f: Tiles, i):
 
 
 @T.macro
-def value_role(spec: Spec, m: Smem, walk: Walk, h0, ht, h, first_chunk):
+def value_role(spec: Spec, m: Smem, walk: Walk, h0, starts, ht, h, first_chunk):
     f = allocate_tiles(spec)
     mode = T.alloc_var("int32")
     last = walk.chunks - 1
-    state.load_transposed(f.S, h0, h0.shape[0], walk.n, walk.v_head, walk.v_col, m.width, spec.head_dim_k)
+    state.load_start(
+        f.S, h0, starts, walk.n, walk.slot, walk.segment, walk.v_head, walk.v_col, m.width, spec.head_dim_k
+    )
     # keeps S in one place: bf16 states spilled without
     T.warpgroup_fence_operand(f.S, num_regs=m.width * spec.head_dim_k // (128 * (m.width // V_TILE)))
     if last >= 0:
         if spec.store_h:
             store_entering(spec, m, f, walk, h, first_chunk, 0)
-        wait_chunk(m, 0)
-        solve_chunk(spec, m, f, 0, mode, False)
+        T.copy(f.S, f.S_op)
+        T.barrier_wait(m.solved[0], 0)
+        mode = m.mode[0]
+        read_state(m, f, 0)
+        wait_state(spec, m, f, 0)
         for i in T.serial(last):
-            apply_chunk(spec, m, f, i, mode)
-            wait_chunk(m, i + 1)
-            T.wait_wgmma(1)
-            T.warpgroup_fence_operand(f.S, num_regs=V_TILE * spec.head_dim_k // 128)
-            if mode == RENORM:
-                scale_state(spec, m, f, i % GATE_SLOTS)
-            pipeline.arrive(m.freed, i % STAGES)
-            if spec.store_h:
-                store_entering(spec, m, f, walk, h, first_chunk, i + 1)
-            solve_chunk(spec, m, f, i + 1, mode, True)
-        apply_chunk(spec, m, f, last, mode)
-        T.wait_wgmma(0)
-        T.warpgroup_fence_operand(f.S, num_regs=V_TILE * spec.head_dim_k // 128)
-        if mode == RENORM:
-            scale_state(spec, m, f, last % GATE_SLOTS)
-        scale_output(m, f, last, spec.dtype)
-        send_output(m, f, last)
-    state.store_transposed(
-        ht, f.S, ht.shape[0], walk.n, walk.v_head, walk.v_col, m.width, spec.head_dim_k, spec.ht_dtype
-    )
+            if mode == STRONG:
+                next_chunk(spec, m, walk, f, i, mode, True, h, first_chunk)
+            else:
+                next_chunk(spec, m, walk, f, i, mode, False, h, first_chunk)
+        if mode == STRONG:
+            last_chunk(spec, m, f, last, mode, True)
+        else:
+            last_chunk(spec, m, f, last, mode, False)
+    if walk.ht_row < ht.shape[0]:
+        state.store_lean(ht, f.S, walk.ht_row, walk.v_head, walk.v_col, spec.head_dim_k, FIRST_VALUE_THREAD)
 
 
 @T.macro
 def store_entering(spec: Spec, m: Smem, f: Tiles, walk: Walk, h, first_chunk, i):
-    state.store_transposed(
-        h, f.S, h.shape[0], first_chunk + i, walk.v_head, walk.v_col, m.width, spec.head_dim_k, spec.dtype
-    )
+    if first_chunk + i < h.shape[0]:
+        state.store_lean(h, f.S, first_chunk + i, walk.v_head, walk.v_col, spec.head_dim_k, FIRST_VALUE_THREAD)
 
 
 def allocate(spec: Spec) -> Smem:
@@ -422,15 +486,17 @@ def allocate(spec: Spec) -> Smem:
         o=T.alloc_shared((C, V_TILE * wgs), spec.dtype),
         g=T.alloc_shared((GATE_SLOTS, C), "float32"),
         beta=T.alloc_shared((GATE_SLOTS, C), "float32"),
-        beta_gamma=T.alloc_shared((GATE_SLOTS, C), "float32"),
+        row=T.alloc_shared((GATE_SLOTS, C), "float32"),
         inv=T.alloc_shared((GATE_SLOTS, C), "float32"),
         pre=T.alloc_shared((GATE_SLOTS, C), "float32"),
         post=T.alloc_shared((GATE_SLOTS, C), "float32"),
         total=T.alloc_shared((GATE_SLOTS,), "float32"),
         mode=T.alloc_shared((GATE_SLOTS,), "int32"),
         loaded=T.alloc_barrier([3] * STAGES),
+        solved=T.alloc_barrier([warps] * STAGES),
         scored=T.alloc_barrier([warps] * STAGES),
         freed=T.alloc_barrier([warps * wgs] * STAGES),
+        used=T.alloc_barrier([warps * wgs] * STAGES),
         o_ready=T.alloc_barrier([warps * wgs]),
         o_free=T.alloc_barrier([1]),
     )
@@ -444,7 +510,7 @@ def make(spec: Spec):
     v_tiles = V // (V_TILE * wgs)
     load_regs, scores_regs, value_regs = REGISTERS[wgs]
     batch, num_tokens, num_k_heads, num_v_heads = T.dynamic("batch num_tokens num_k_heads num_v_heads")
-    cu_len = T.dynamic("cu_len")
+    cu_len, start_slots = T.dynamic("cu_len start_slots")
 
     def strided(name, heads, dim, dtype):
         return program.strided_rows(name, (batch, num_tokens, heads, dim), dtype)
@@ -460,6 +526,7 @@ def make(spec: Spec):
         g_cumsum: T.Tensor((batch, num_tokens, num_v_heads), "float32"),
         beta: beta_type,
         h0: state.strided_state("h0", spec.h0_dtype, K, V),
+        starts: T.Tensor((start_slots, num_v_heads, V, K), "float32"),
         cu: T.Tensor((cu_len,), "int32"),
         o: strided("o", num_v_heads, V, spec.dtype),
         ht: state.strided_state("ht", spec.ht_dtype, K, V),
@@ -468,22 +535,34 @@ def make(spec: Spec):
         num_seqs: T.int32,
         cu_step: T.int32,
         seq_len: T.int32,
+        segment_tokens: T.int32,
+        num_slots: T.int32,
     ):
-        with T.Kernel(num_seqs * num_v_heads * v_tiles, threads=128 * (2 + wgs)) as (block,):
-            T.import_source(fragments.LEAN_SOURCE + fragments.STORE_SOURCE + rows.SOURCE)
+        with T.Kernel(num_slots * num_v_heads * v_tiles, threads=128 * (2 + wgs)) as (block,):
+            T.import_source(
+                fragments.LEAN_SOURCE + rows.SOURCE + state.LEAN_SOURCE + scores.source(spec.dtype, UNROLL[wgs])
+            )
             m = allocate(spec)
             n, seq_batch, start, length = (T.alloc_var("int32") for _ in range(4))
+            slot, segment, ht_row = (T.alloc_var("int32") for _ in range(3))
             chunks, k_head, v_head, first_chunk = (T.alloc_var("int32") for _ in range(4))
-            n = block // v_tiles // num_v_heads
-            v_head = block // v_tiles - n * num_v_heads
+            slot = block // v_tiles // num_v_heads
+            v_head = block // v_tiles - slot * num_v_heads
             k_head = v_head // (num_v_heads // num_k_heads)
             flat_tokens = batch * num_tokens
-            program.locate_sequence(cu, cu_step, seq_len, flat_tokens, n, seq_batch, start, length)
+            program.locate_segment(
+                cu, cu_step, seq_len, flat_tokens, num_seqs, segment_tokens, slot,
+                n, seq_batch, start, length, segment, ht_row,
+            )  # fmt: skip
             chunks = T.ceildiv(length, C)
             if spec.store_h:
                 program.first_chunk(cu, cu_step, seq_len, flat_tokens, C, n, first_chunk)
+                first_chunk = first_chunk + segment * (segment_tokens // C)
             walk = Walk(
                 n=n,
+                slot=slot,
+                segment=segment,
+                ht_row=ht_row,
                 batch=seq_batch,
                 start=start,
                 length=length,
@@ -506,7 +585,7 @@ def make(spec: Spec):
                 scores_role(spec, m, walk)
             else:
                 T.set_max_nreg(value_regs, 1)
-                value_role(spec, m, walk, h0, ht, h, first_chunk)
+                value_role(spec, m, walk, h0, starts, ht, h, first_chunk)
 
     return fused_forward
 
@@ -519,7 +598,7 @@ def specs(dtype, beta_dtype, h0_dtype, ht_dtype, head_dim_k, head_dim_v, store_h
     ]
 
 
-def fused_forward(o, ht, h, q, k, v, T_inv, g_cumsum, beta, scale, h0, seqs):
+def fused_forward(o, ht, h, q, k, v, T_inv, g_cumsum, beta, scale, h0, seqs, entering=None):
     """Launches the walk. Equations: F3 to F8.
 
     Args:
@@ -533,6 +612,7 @@ def fused_forward(o, ht, h, q, k, v, T_inv, g_cumsum, beta, scale, h0, seqs):
         scale: factor of q.
         h0: logical `[N, Hv, K, V]` initial state (any strides) or None.
         seqs: the sequences.
+        entering: `SegmentStates` where every segment starts at once, None for one walk per sequence.
     """
     device, num_v_heads, head_dim_v, head_dim_k = v.device, v.shape[2], v.shape[3], k.shape[3]
     if seqs.num_seqs == 0 or num_v_heads == 0:
@@ -547,13 +627,15 @@ def fused_forward(o, ht, h, q, k, v, T_inv, g_cumsum, beta, scale, h0, seqs):
         ht_dtype=ht_dtype,
         head_dim_k=head_dim_k,
         head_dim_v=head_dim_v,
-        value_warpgroups=launch.num_value_warpgroups(seqs.num_seqs * num_v_heads, head_dim_v, archs.num_sms(device)),
+        value_warpgroups=launch.num_value_warpgroups(
+            launch.num_walks(seqs, entering) * num_v_heads, head_dim_v, archs.num_sms(device)
+        ),
         store_h=h is not None,
     )
-    launch_spec(spec, o, ht, h, q, k, v, T_inv, g_cumsum, beta, scale, h0, seqs)
+    launch_spec(spec, o, ht, h, q, k, v, T_inv, g_cumsum, beta, scale, h0, seqs, entering)
 
 
-def launch_spec(spec, o, ht, h, q, k, v, T_inv, g_cumsum, beta, scale, h0, seqs):
+def launch_spec(spec, o, ht, h, q, k, v, T_inv, g_cumsum, beta, scale, h0, seqs, entering=None):
     """`fused_forward` with the variant chosen by the caller (the planner, tests, tools)."""
     device, trailing = v.device, (v.shape[2], spec.head_dim_k, spec.head_dim_v)
     if h0 is None:
@@ -563,10 +645,14 @@ def launch_spec(spec, o, ht, h, q, k, v, T_inv, g_cumsum, beta, scale, h0, seqs)
     if h is None:
         h = launch.placeholder(device, launch.DTYPES[spec.dtype], *trailing)
     cu, cu_step, seq_len = launch.cu_arguments(seqs, device)
+    starts, segment_tokens, num_slots = launch.segment_arguments(
+        seqs, entering, device, v.shape[2], spec.head_dim_v, spec.head_dim_k
+    )
     kernel = build(make, spec, archs.of_device(device), PASS_CONFIGS)
     q, k, v, target = (launch.tma_ready(x) for x in (q, k, v, o))
     kernel(
-        q, k, v, T_inv, g_cumsum, beta, h0, cu, target, ht, h, scale, seqs.num_seqs, cu_step, seq_len
+        q, k, v, T_inv, g_cumsum, beta, h0, starts, cu, target, ht, h, scale, seqs.num_seqs, cu_step, seq_len,
+        segment_tokens, num_slots,
     )  # fmt: skip
     if target.data_ptr() != o.data_ptr():
         o.copy_(target)

@@ -1,57 +1,63 @@
 """Gradients of one chunk (Hopper): dq, dk, dv, dβ, dg from the states on both sides. Equations B1 to B11.
 
-A CTA takes one (chunk, key head) and walks its value heads; V is walked in slices of 64 columns:
+An item is one (chunk, key head); a CTA takes every `ctas`-th item and walks its value heads, V in slices of 64 columns:
 
-    U = K S                  W = β (V − Γ U)          Vd = T W
+    U = K S                  W = β V − β Γ U          Vd = T W
     dVd = Pᵀ dO + e (K dS)   X = Tᵀ dVd               dv = β X
-    dPg = s D ∘ (dO Vdᵀ)     ΣβdM += −β D ∘ (X Vdᵀ)
+    dPg = s D ∘ (dO Vdᵀ)     βdM = −β D ∘ (X Vdᵀ)     P = D ∘ s Q Kᵀ
     dQ += s Γ (dO Sᵀ) + dPg K
-    dK += (−Γ β X) Sᵀ + (e Vd) dSᵀ + dPgᵀ Q
+    dK += (−Γ β X) Sᵀ + (e Vd) dSᵀ + dPgᵀ Q + (βdM + βdMᵀ) K
 
-K is the group's, so βdM is summed over the value heads first and multiplied once, with its transpose, at the end:
-dK += (ΣβdM + ΣβdMᵀ) K. (The same for dPg would save products and cost 32 registers that do not fit.) No atomics, no
-partial sums in memory.
+No atomics, no partial sums in memory. D (0 above the diagonal), s Q Kᵀ and K Kᵀ are tiles of 16 bits, so gating is a
+packed product; row sums of products are diagonals on the tensor cores (tiles/dots.py).
 
 dg needs row products of each value head alone (all from the operands that the products see, see design.md §3):
-    k·dK_read  = −β Γ X·U + rowsum(β dM ∘ K Kᵀ)      k·dK_write = colsum(P ∘ dO Vdᵀ) + colsum(β dM ∘ K Kᵀ) + x
+    k·dK_read  = −β Γ X·U + rowsum(βdM ∘ K Kᵀ)       k·dK_write = colsum(P ∘ dO Vdᵀ) + colsum(βdM ∘ K Kᵀ) + x
     q·dQ       = s Γ q·(dO Sᵀ) + rowsum(P ∘ dO Vdᵀ)  x = e Vd·(K dS)        P's diagonal left out, x_last := 0
-    dβ = X·(V − Γ U) + rowsum(dM ∘ K Kᵀ)
+    dβ = X·V − Γ X·U + rowsum(dM ∘ K Kᵀ)             P ∘ dO Vdᵀ = dPg ∘ Q Kᵀ
 
 Roles:
-    role      threads   registers   computes (K = 128)
-    load      warp 0    24          TMA; zeroes the rows past the sequence's end
-    row       warp 1    24          row factors of each value head; dg and dβ out of the roles' row sums
-    store     warp 2    24          dv
-    chain     128       168         U, W, Vd, dVd, X, dv
-    query     128       168         Q Kᵀ, P, dO Sᵀ, dO Vdᵀ, dPg, <S, dS>, dq
-    key       128       152         X Vdᵀ, (Γ β X) Sᵀ, (e Vd) dSᵀ, dPgᵀ Q, dk
+    role      threads   registers   computes (K = V = 128)
+    load      warp 0    40          TMA; finds and announces the items; zeroes the rows past a sequence's end
+    row       warp 1    40          row factors of each value head; dg and dβ out of the roles' row sums
+    store     warp 2    40          dv, dq, dk
+    chain     128       168         U, W, Vd, K dS, dVd, X, dv
+    query     128       144         s Q Kᵀ, dO Sᵀ, dO Vdᵀ, dPg, <S, dS>, dq
+    key       128       160         K Kᵀ, D, X Vdᵀ, βdM, (Γ β X) Sᵀ, (e Vd) dSᵀ, dPgᵀ Q, dk
 
-Barriers (arrivals count warps; "h" is a V slice, one slot for each):
+Barriers (arrivals count warps; "h" is a V slice, one slot for each; rings of heads go on from item to item):
     name          signalled by       waited by           guards
-    qk_ready      load (TMA)         chain, query, key   q, k
+    item_known    load               row, store          the item's description (ring of 4)
+    qk_ready      load (TMA)         chain, query, key   q, k, the item's description
+    qk_free       chain, query, key  load                q, k
+    qk_made       query              chain               s Q Kᵀ
     slice_ready   load (TMA)         chain, query, key   S[h], dS[h], v[h]
-    slice_free    chain, query, key  load                the same
-    do_ready      load (TMA)         chain, query        dO (ring of 3 slices)
+    slice_free    query, key, store  load                the same (chain's reads end before dv_ready)
+    do_ready      load (TMA)         chain, query        dO[h]
     do_free       chain, query       load                the same
     t_ready       load (TMA)         chain               T (ring of 2 heads)
     t_free        chain              load                the same
-    rows_ready    row                chain, query, key   row factors (ring of 2 heads); the sums' slots are free
+    rows_ready    row                query, key          row factors (ring of 3 heads, rewritten after sums_ready)
     sums_ready    chain, query, key  row                 row sums (ring of 2 heads)
-    p_ready       query              chain               P
-    p_free        chain              query               P
-    vd_ready      chain              query, key          Vd[h]
-    vd_free       query, key         chain               Vd[h]
-    x_ready       chain              key                 X[h]
-    x_free        key                chain               X[h]
-    dv_ready      chain              store               scratch, as dv
-    dv_free       store              chain               scratch
+    sums_free     row                chain, query, key   the same
+    d_ready       key                chain, query        D (ring of 2 heads, rewritten after vd_ready and dp_ready);
+                                                         for chain also the row factors, which D was made of
+    vd_ready      chain              query, key          Vd[h], X[h]
+    vd_free       query, key         chain               the same, where dVd and W stand before
+    dv_ready      chain              store               v[h], now dv
     dp_ready      query              key                 dPg
-    dp_free       key                query               dPg
+    dp_free       query, key         query               dPg (query reads it too, for its column sums)
+    dq_ready      query              store               dPg and s Q Kᵀ, now dq
+    dq_free       store              query               the same
+    dk_ready      key                store               D, now dk
+    dk_free       store              key                 the same
     cleaned       load (TMA)         load                tiles whose rows past the end it zeroes
+Inside a role a named barrier stands before a tile that its other warps may still read is rewritten (Vd, X; D, βdM) and
+after one that its products or other warps read is written (W, dVd; dPg, βdM).
 
-Shared memory, K = V = 128 (tiles of 64 × 64, 8 KB): q 2, k 2, S 4, dS 4, v 2, dO 3, T 2, P 1, scratch 1, Vd 2, X 2,
-dPg 1, K Kᵀ 1: 27 tiles, 216 KB; row factors and sums 10 KB: 226 KB with the barriers 227, all there is.
-Grid: x = (chunk slot, key head), the key head innermost.
+Shared memory, K = V = 128 (tiles of 64 × 64, 8 KB): q 2, k 2, S and dS 8, v 2, dO 2, T 2, D 2, s Q Kᵀ 1, K Kᵀ 1, Vd 2,
+X 2, dPg 1: 27 tiles, 216 KB; row factors 3.75, row sums 4.5, descriptions 0.1 KB: with the barriers 227, all there is.
+Grid: x = one CTA per multiprocessor; items in the order (chunk slot, key head), the key head innermost.
 
 Longer than 600 lines: six roles hand over to each other inside one CTA, and their macros read only side by side.
 """
@@ -62,25 +68,30 @@ import tilelang.language as T
 
 from flash_qla import arch as archs
 
+from . import gradient_rows as rows
 from . import launch
 from .build import build
-from .tiles import layouts, pipeline, program, rows
+from .tiles import dots, fragments, layouts, pipeline, program
+from .tiles.items import ITEM_STAGES, Items, Work, get_info, next_item, put_info
 
 C = 64
-DO_STAGES = 3
-HEAD_STAGES = 2
-LOG2E = 1.4426950408889634
-# By head_dim_k. With K = 128 one tile address of the key role and one value of the row warp live in local memory: of
-# the budgets tried this one spills least. The lowering test allows no more.
+CHAIN_BARRIER, QUERY_BARRIER, KEY_BARRIER = 13, 14, 15  # named barriers inside a role
+# By head_dim_k, head_dim_v; what four warpgroups get must not exceed 512 together.
 REGISTERS = {
-    64: {"load": 40, "chain": 168, "query": 152, "key": 152},
-    128: {"load": 24, "chain": 168, "query": 168, "key": 152},
+    (64, 64): {"load": 56, "chain": 184, "query": 128, "key": 144},
+    (64, 128): {"load": 56, "chain": 184, "query": 128, "key": 144},
+    (128, 64): {"load": 40, "chain": 168, "query": 144, "key": 160},
+    (128, 128): {"load": 40, "chain": 168, "query": 144, "key": 160},
 }
-KNOWN_SPILL_BYTES = 16
+KNOWN_SPILL_BYTES = 64  # K = 128, V = 64: the other variants spill nothing
 PASS_CONFIGS = {
     "tl.disable_warp_specialized": True,
     "tl.disable_shared_memory_reuse": True,
+    "tl.disable_thread_storage_sync": True,
+    "tl.disable_loop_unswitching": True,
     "tl.enable_fast_math": True,
+    "tl.disable_safe_memory_legalize": True,  # indices are in bounds by construction (tiles/program.py clamps)
+    "tl.disable_buffer_init_check": True,  # it does not see the writes of `fragments`
 }
 
 
@@ -110,29 +121,30 @@ class Spec:
 
 @dataclass
 class Smem:
-    """Tiles, row factors and row sums of a CTA. Lists are over slices of K or V; rings have a leading stage."""
+    """Tiles, row factors and row sums of a CTA; all but q and k are rings (leading index)."""
 
-    q: list
-    k: list
-    S: list
-    dS: list
-    v: list
+    q: object
+    k: object
+    S: object
+    v: object
     do: object
     t: object
-    p: object
-    scratch: object
-    vd: list
-    x: list
-    dp: object
+    d: object
+    qk: object
     kk: object
+    vd: object
+    x: object
+    dp: object
     factors: object
     sums: object
-    columns: object
+    info: object
 
 
 @dataclass
 class Barriers:
     qk_ready: object
+    qk_free: object
+    item_known: object
     slice_ready: object
     slice_free: object
     do_ready: object
@@ -141,45 +153,22 @@ class Barriers:
     t_free: object
     rows_ready: object
     sums_ready: object
-    p_ready: object
-    p_free: object
+    sums_free: object
+    qk_made: object
+    d_ready: object
     vd_ready: object
     vd_free: object
-    x_ready: object
-    x_free: object
     dv_ready: object
-    dv_free: object
+    dq_ready: object
+    dq_free: object
+    dk_ready: object
+    dk_free: object
     dp_ready: object
     dp_free: object
     cleaned: object
 
 
-@dataclass
-class Work:
-    """A CTA's chunk: batch row, first token, number of tokens, key head, and its value heads."""
-
-    batch: object
-    left: object
-    count: object
-    k_head: object
-    first_v_head: object
-    group: object
-
-
-SOURCE = """
-namespace flash_qla {
-// x, by way of a shuffle with oneself: neither compiler stage sees that it is the same value again.
-__device__ __forceinline__ int opaque(int x) {
-  asm volatile("shfl.sync.idx.b32 %0, %0, %1, 0x1f, 0xffffffff;" : "+r"(x) : "r"((int)threadIdx.x & 31));
-  return x;
-}
-}
-"""
-# Slots of the row factors: g in log2 units, β, Γ, e.
-G, BETA, GAMMA, DECAY = range(4)
-# Slots of the row sums. chain: x, X·(V − Γ U), X·U. query: q·(dO Sᵀ), rowsum(P ∘ dO Vdᵀ), <S, dS> by warp. key:
-# rowsum(dM ∘ K Kᵀ).
-END, BETA_ROW, READ_U, READ_STATE, QUERY_PAIR, STATE_DOT, KEY_PAIR = range(7)
+SOURCE = fragments.LEAN_SOURCE + fragments.STORE_SOURCE + fragments.READ_SOURCE
 
 
 def load_tile(source, tile, w: Work, head, col, barrier):
@@ -187,22 +176,22 @@ def load_tile(source, tile, w: Work, head, col, barrier):
 
 
 @T.macro
-def load_chunk(spec: Spec, m: Smem, b: Barriers, w: Work, q, k):
-    """q and k of the chunk, once."""
+def load_chunk(spec: Spec, m: Smem, b: Barriers, w: Work, q, k, cleanings: T.Ref):
+    """q and k of the chunk."""
     if w.count == C:
         for c in spec.k_slices:
-            load_tile(k, m.k[c], w, w.k_head, c * C, b.qk_ready)
-            load_tile(q, m.q[c], w, w.k_head, c * C, b.qk_ready)
+            load_tile(k, m.k[:, c * C : c * C + C], w, w.k_head, c * C, b.qk_ready)
+            load_tile(q, m.q[:, c * C : c * C + C], w, w.k_head, c * C, b.qk_ready)
     else:
         for c in spec.k_slices:
-            load_tile(k, m.k[c], w, w.k_head, c * C, b.cleaned)
-            load_tile(q, m.q[c], w, w.k_head, c * C, b.cleaned)
+            load_tile(k, m.k[:, c * C : c * C + C], w, w.k_head, c * C, b.cleaned)
+            load_tile(q, m.q[:, c * C : c * C + C], w, w.k_head, c * C, b.cleaned)
         if T.shuffle_elect(32):
             T.barrier_arrive(b.cleaned)
-        T.barrier_wait(b.cleaned, 0)
-        for c in spec.k_slices:
-            rows.zero_rows_from(m.k[c], w.count, C, C)
-            rows.zero_rows_from(m.q[c], w.count, C, C)
+        T.barrier_wait(b.cleaned, cleanings & 1)
+        cleanings += 1
+        dots.zero_rows(dots.at(m.k), w.count, spec.head_dim_k)
+        dots.zero_rows(dots.at(m.q), w.count, spec.head_dim_k)
         T.fence_proxy_async()
         T.sync_warp()
     if T.shuffle_elect(32):
@@ -210,557 +199,471 @@ def load_chunk(spec: Spec, m: Smem, b: Barriers, w: Work, q, k):
 
 
 @T.macro
-def load_role(spec: Spec, m: Smem, b: Barriers, w: Work, slot, q, k, v, T_inv, do, S, dS):
-    v_slices = len(spec.v_slices)
-    cleanings = T.alloc_var("int32")
-    cleanings = 1
-    load_chunk(spec, m, b, w, q, k)
-    for head in T.serial(w.group):
-        v_head = w.first_v_head + head
-        stage = head % HEAD_STAGES
-        for h in spec.v_slices:
-            do_stage = (head * v_slices + h) % DO_STAGES
-            T.barrier_wait(b.slice_free[h], (head & 1) ^ 1)
-            for c in spec.k_slices:
-                T.tma_copy(S[slot, v_head, h * C : h * C + C, c * C : c * C + C], m.S[h][c], barrier=b.slice_ready[h])
-            for c in spec.k_slices:
-                T.tma_copy(dS[slot, v_head, h * C : h * C + C, c * C : c * C + C], m.dS[h][c], barrier=b.slice_ready[h])
-            if h == 0:
-                T.barrier_wait(b.t_free[stage], (head // HEAD_STAGES + 1) % 2)
-            T.barrier_wait(b.do_free[do_stage], ((head * v_slices + h) // DO_STAGES + 1) % 2)
-            if w.count == C:
-                load_tile(v, m.v[h], w, v_head, h * C, b.slice_ready[h])
-                if T.shuffle_elect(32):
-                    T.barrier_arrive(b.slice_ready[h])
-                if h == 0:
-                    load_tile(T_inv, m.t[stage, :, :], w, v_head, 0, b.t_ready[stage])
-                    if T.shuffle_elect(32):
-                        T.barrier_arrive(b.t_ready[stage])
-                load_tile(do, m.do[do_stage, :, :], w, v_head, h * C, b.do_ready[do_stage])
-                if T.shuffle_elect(32):
-                    T.barrier_arrive(b.do_ready[do_stage])
-            else:
-                load_tile(v, m.v[h], w, v_head, h * C, b.cleaned)
-                load_tile(do, m.do[do_stage, :, :], w, v_head, h * C, b.cleaned)
-                if h == 0:
-                    load_tile(T_inv, m.t[stage, :, :], w, v_head, 0, b.cleaned)
-                if T.shuffle_elect(32):
-                    T.barrier_arrive(b.cleaned)
-                T.barrier_wait(b.cleaned, cleanings & 1)
-                cleanings += 1
-                rows.zero_rows_from(m.v[h], w.count, C, C)
-                rows.zero_ring_rows_from(m.do, do_stage, w.count, C, C)
-                if h == 0:
-                    rows.zero_ring_rows_from(m.t, stage, w.count, C, C)
-                T.fence_proxy_async()
-                T.sync_warp()
-                if T.shuffle_elect(32):
-                    T.barrier_arrive(b.slice_ready[h])
-                    T.barrier_arrive(b.do_ready[do_stage])
-                    if h == 0:
-                        T.barrier_arrive(b.t_ready[stage])
-
-
-@T.macro
-def load_row_factors(m: Smem, b: Barriers, w: Work, head, g_cumsum, beta, lane):
-    """g in log2 units (the last valid row's past the end), β (zero there), Γ and e of one value head."""
-    stage = head % HEAD_STAGES
-    v_head = w.first_v_head + head
-    b_row = T.alloc_var("float32")
-    g_last = T.alloc_var("float32")
-    g_row = T.alloc_var("float32")
-    g_last = g_cumsum[w.batch, w.left + w.count - 1, v_head] * LOG2E
-    for r in T.unroll(2, unroll_factor=1):
-        row = 2 * lane + r
-        g_row = g_cumsum[w.batch, w.left + T.min(row, w.count - 1), v_head] * LOG2E
-        b_row = T.cast(beta[w.batch, w.left + T.min(row, w.count - 1), v_head], "float32")
-        m.factors[stage, G, row] = g_row
-        m.factors[stage, BETA, row] = T.if_then_else(row < w.count, b_row, 0.0)
-        m.factors[stage, GAMMA, row] = T.exp2(g_row)
-        m.factors[stage, DECAY, row] = T.exp2(g_last - g_row)
-    pipeline.arrive(b.rows_ready, stage)
-
-
-@T.macro
-def finish_rows(m: Smem, w: Work, head, scale, dbeta, dg, lane):
-    """dβ and dg of one value head out of the roles' row sums, and dg's reverse cumsum. Equations: B9 to B11."""
-    stage = head % HEAD_STAGES
-    pair = T.alloc_local((2,), "float32")
-    end = T.alloc_var("float32")
-    end_sum = T.alloc_var("float32")
-    state_dot = T.alloc_var("float32")
-    other = T.alloc_var("float32")
-    end_sum = 0.0
-    state_dot = 0.0
-    for r in tuple(range(2)):
-        row = 2 * lane + r
-        end = T.if_then_else(row == w.count - 1, 0.0, m.sums[stage, END, row])
-        end_sum += end
-        if row < w.count:
-            dbeta[w.batch, w.left + row, w.first_v_head + head] = (
-                m.sums[stage, BETA_ROW, row] + m.sums[stage, KEY_PAIR, row]
-            )
-        pair[r] = scale * m.factors[stage, GAMMA, row] * m.sums[stage, READ_STATE, row] + m.sums[stage, QUERY_PAIR, row]
-        pair[r] -= m.factors[stage, BETA, row] * m.factors[stage, GAMMA, row] * m.sums[stage, READ_U, row]
-        pair[r] += m.factors[stage, BETA, row] * m.sums[stage, KEY_PAIR, row] - end
-        for i in T.unroll(8, unroll_factor=1):
-            pair[r] -= m.columns[stage, i, row]
-    for shift in (1, 2, 4, 8, 16):
-        end_sum += T.shfl_xor(end_sum, shift)
-    for i in T.unroll(4, unroll_factor=1):
-        state_dot += m.sums[stage, STATE_DOT, i]
-    for r in tuple(range(2)):
-        if 2 * lane + r == w.count - 1:
-            pair[r] += end_sum + m.factors[stage, GAMMA, 2 * lane + r] * state_dot
-    pair[0] += pair[1]
-    end = pair[0]
-    for shift in (1, 2, 4, 8, 16):
-        other = T.shfl_down(end, shift)
-        end += T.if_then_else(lane + shift < 32, other, 0.0)
-    other = T.shfl_down(end, 1)
-    other = T.if_then_else(lane < 31, other, 0.0)
-    pair[0] += other
-    pair[1] += other
-    for r in tuple(range(2)):
-        if 2 * lane + r < w.count:
-            dg[w.batch, w.left + 2 * lane + r, w.first_v_head + head] = pair[r]
-
-
-@T.macro
-def row_role(m: Smem, b: Barriers, w: Work, scale, g_cumsum, beta, dbeta, dg):
-    lane = T.alloc_var("int32")
-    for head in T.serial(T.min(w.group, HEAD_STAGES)):
-        lane = T.call_extern("int32", "flash_qla::opaque", T.get_thread_binding() % 32)
-        load_row_factors(m, b, w, head, g_cumsum, beta, lane)
-    for head in T.serial(w.group):
-        T.barrier_wait(b.sums_ready[head % HEAD_STAGES], (head // HEAD_STAGES) % 2)
-        lane = T.call_extern("int32", "flash_qla::opaque", T.get_thread_binding() % 32)
-        finish_rows(m, w, head, scale, dbeta, dg, lane)
-        T.sync_warp()
-        if head + HEAD_STAGES < w.group:
-            lane = T.call_extern("int32", "flash_qla::opaque", T.get_thread_binding() % 32)
-            load_row_factors(m, b, w, head + HEAD_STAGES, g_cumsum, beta, lane)
-
-
-@T.macro
-def store_role(spec: Spec, m: Smem, b: Barriers, w: Work, dv):
-    v_slices = len(spec.v_slices)
-    for i in T.serial(w.group * v_slices):
-        v_head = w.first_v_head + i // v_slices
-        col = i % v_slices * C
-        T.barrier_wait(b.dv_ready, i % 2)
-        if w.count == C:
-            T.copy(m.scratch, dv[w.batch, w.left : w.left + C, v_head, col : col + C])
-        else:
-            rows.store_rows(dv, m.scratch, w.batch, w.left, v_head, col, w.count, C)
-        pipeline.arrive(b.dv_free, 0)
-
-
-def offset_below(diagonal, i, j):
-    """Expression i - j, plus what `diagonal` adds, as the sum of a register number and one value per thread.
-
-    The compiler then compares with constants; i >= j itself would cost it a register for every column.
-    """
-    return diagonal + (i % 16) // 8 * 8 - (j // 8 * 8 + j % 2)
-
-
-@T.macro
-def begin_gating(stage, diagonal: T.Ref, gate_stage: T.Ref):
-    """Sets what `decay` takes: row minus column of this thread's first accumulator element, and the stage.
-
-    Opaque, lest the compiler keep one use's masks and differences of gates (32 registers each) for the next.
-    """
-    tx = T.get_thread_binding() % 128
-    diagonal = T.call_extern("int32", "flash_qla::opaque", tx // 32 * 16 + tx % 32 // 4 - tx % 4 * 2)
-    gate_stage = T.call_extern("int32", "flash_qla::opaque", stage)
-
-
-def decay(m: Smem, stage, diagonal, i, j):
-    """Expression D_ij: exp(g_i - g_j) on and below the diagonal, 0 above, where the exponent may overflow."""
-    bound = T.Select(offset_below(diagonal, i, j) >= 0, T.float32(3.0e38), T.float32(-1.0e4))
-    return T.exp2(T.min(m.factors[stage, G, i] - m.factors[stage, G, j], bound))
-
-
-@T.macro
-def scale_rows(m: Smem, stage, factor, tile):
-    """tile[i, :] *= a row factor."""
-    for i, j in T.Parallel(C, C):
-        tile[i, j] *= m.factors[stage, factor, i]
-
-
-@T.macro
-def residual(m: Smem, stage, V, U, R):
-    """R = V - Γ U."""
-    for i, j in T.Parallel(C, C):
-        R[i, j] = T.cast(V[i, j], "float32") - m.factors[stage, GAMMA, i] * T.cast(U[i, j], "float32")
-
-
-@T.macro
-def add_row_sums(a, b, product, sums, clear=False):
-    """sums[i] += Σ_j a[i, j] b[i, j] (= with clear); product is overwritten."""
-    for i, j in T.Parallel(C, C):
-        product[i, j] = a[i, j] * T.cast(b[i, j], "float32")
-    T.reduce_sum(product, sums, dim=1, clear=clear)
-
-
-@T.macro
-def add_to_sums(m: Smem, stage, kind, h, row_sum):
-    """m.sums[stage, kind, :] += row_sum, from zero for the first slice of V."""
-    if h == 0:
-        for i in T.Parallel(C):
-            m.sums[stage, kind, i] = row_sum[i]
-    else:
-        for i in T.Parallel(C):
-            m.sums[stage, kind, i] += row_sum[i]
-
-
-@T.macro
-def add_product(a, b, total: T.Ref, dtype):
-    """total += the warpgroup's share, different in each thread, of Σ_ij a[i, j] b[i, j]."""
-    tx = T.alloc_var("int32")
-    tx = T.call_extern("int32", "flash_qla::opaque", T.get_thread_binding() % 128)
-    a_local = T.alloc_local((8,), dtype)
-    b_local = T.alloc_local((8,), dtype)
-    for block in T.unroll(C * C // (128 * 8), unroll_factor=1):
-        for e in T.vectorized(8):
-            a_local[e] = a[block * 16 + tx // 8, tx % 8 * 8 + e]
-        for e in T.vectorized(8):
-            b_local[e] = b[block * 16 + tx // 8, tx % 8 * 8 + e]
-        for e in T.unroll(8):
-            total += T.cast(a_local[e], "float32") * T.cast(b_local[e], "float32")
-
-
-@T.macro
-def store_warp_sum(m: Smem, stage, value: T.Ref):
-    """m.sums[stage, STATE_DOT, warp] = Σ of the warp's values."""
-    for shift in (1, 2, 4, 8, 16):
-        value += T.shfl_xor(value, shift)
-    if T.get_thread_binding() % 32 == 0:
-        m.sums[stage, STATE_DOT, T.get_thread_binding() // 32 % 4] = value
-
-
-@T.macro
-def store_column_sums(tile, target, stage, first, folded, by_warp):
-    """target[stage, first + warp, j] = Σ over the warp's 16 rows of tile[:, j]; the reader adds the four warps."""
-    for wp, r, j in T.Parallel(4, 8, C):
-        folded[wp, r, j] = tile[wp * 16 + r, j]
-    for wp, r, j in T.Parallel(4, 8, C):
-        folded[wp, r, j] += tile[wp * 16 + 8 + r, j]
-    T.reduce_sum(folded, by_warp, dim=1)
-    for wp, j in T.Parallel(4, C):
-        target[stage, first + wp, j] = by_warp[wp, j]
-
-
-@T.macro
-def chain_role(spec: Spec, m: Smem, b: Barriers, w: Work):
-    v_slices = len(spec.v_slices)
-    V_frag = T.alloc_fragment((C, C), spec.dtype)
-    U = T.alloc_fragment((C, C), spec.dtype)
-    dVd = T.alloc_fragment((C, C), "float32")
-    Y = T.alloc_fragment((C, C), "float32")
-    row_sum = T.alloc_fragment((C,), "float32")
-    T.barrier_wait(b.qk_ready, 0)
-    for head in T.serial(w.group):
-        stage = head % HEAD_STAGES
-        phase = (head // HEAD_STAGES) % 2
-        T.barrier_wait(b.rows_ready[stage], phase)
-        for h in spec.v_slices:
-            step = head * v_slices + h
-            T.barrier_wait(b.slice_ready[h], head % 2)
-            for c in spec.k_slices:
-                T.wgmma_gemm(m.k[c], m.S[h][c], Y, transpose_B=True, clear_accum=c == 0)
-            for c in spec.k_slices:
-                T.wgmma_gemm(m.k[c], m.dS[h][c], dVd, transpose_B=True, clear_accum=c == 0)
-            T.copy(m.v[h], V_frag)
-            T.wait_wgmma(len(spec.k_slices))
-            T.copy(Y, U)
-            residual(m, stage, V_frag, Y, Y)
-            scale_rows(m, stage, BETA, Y)
-            T.barrier_wait(b.dv_free, (step + 1) % 2)
-            T.copy(Y, m.scratch)
-            if h == 0:
-                T.barrier_wait(b.t_ready[stage], phase)
-            T.wgmma_gemm(m.t[stage, :, :], m.scratch, Y, clear_accum=True)  # Vd
-            T.wait_wgmma(1)
-            scale_rows(m, stage, DECAY, dVd)
-            if h == 0:
-                T.barrier_wait(b.p_ready, head % 2)
-            T.barrier_wait(b.do_ready[step % DO_STAGES], (step // DO_STAGES) % 2)
-            T.barrier_wait(b.vd_free[h], (head + 1) % 2)
-            T.wait_wgmma(0)
-            T.copy(Y, m.vd[h])
-            pipeline.publish(b.vd_ready, h)
-            add_row_sums(Y, dVd, Y, row_sum, True)
-            add_to_sums(m, stage, END, h, row_sum)
-            T.wgmma_gemm(m.p, m.do[step % DO_STAGES, :, :], dVd, transpose_A=True)
-            T.wait_wgmma(0)
-            pipeline.arrive(b.do_free, step % DO_STAGES)
-            if h == v_slices - 1:
-                pipeline.arrive(b.p_free, 0)
-            T.copy(dVd, m.scratch)
-            T.wgmma_gemm(m.t[stage, :, :], m.scratch, Y, transpose_A=True, clear_accum=True)  # X
-            T.copy(m.v[h], V_frag)
-            T.wait_wgmma(0)
-            if h == v_slices - 1:
-                pipeline.arrive(b.t_free, stage)
-            T.barrier_wait(b.x_free[h], (head + 1) % 2)
-            T.copy(Y, m.x[h])
-            pipeline.publish(b.x_ready, h)
-            add_row_sums(Y, U, dVd, row_sum, True)
-            add_to_sums(m, stage, READ_U, h, row_sum)
-            residual(m, stage, V_frag, U, dVd)
-            add_row_sums(Y, dVd, dVd, row_sum, True)
-            add_to_sums(m, stage, BETA_ROW, h, row_sum)
-            scale_rows(m, stage, BETA, Y)
-            T.copy(Y, m.scratch)
-            pipeline.publish(b.dv_ready, 0)
-            pipeline.arrive(b.slice_free, h)
-        pipeline.arrive(b.sums_ready, stage)
-
-
-@T.macro
-def query_role(spec: Spec, m: Smem, b: Barriers, w: Work, scale, dq):
-    v_slices = len(spec.v_slices)
-    dQ = [T.alloc_fragment((C, C), "float32") for _ in spec.k_slices]
-    Y = T.alloc_fragment((C, C), "float32")
-    P = T.alloc_fragment((C, C), spec.dtype)
-    dP_op = T.alloc_fragment((C, C), spec.dtype)
-    state_dot = T.alloc_var("float32")
-    diagonal = T.alloc_var("int32")
-    gate_stage = T.alloc_var("int32")
-    q_dot = T.alloc_fragment((C,), "float32")
-    p_dot = T.alloc_fragment((C,), "float32")
-    folded = T.alloc_fragment((4, 8, C), "float32")
-    by_warp = T.alloc_fragment((4, C), "float32")
+def load_slice(spec: Spec, m: Smem, b: Barriers, w: Work, slot, n, h, v_head, v, T_inv, do, S, dS, cleanings: T.Ref):
+    """Slice h of V of one value head, the n-th of the CTA; T with the first slice."""
+    stage = n % rows.HEAD_STAGES
+    row = h * C
+    T.barrier_wait(b.slice_free[h], (n + 1) % 2)
     for c in spec.k_slices:
-        T.fill(dQ[c], 0.0)
-    T.barrier_wait(b.qk_ready, 0)
-    for head in T.serial(w.group):
-        stage = head % HEAD_STAGES
-        T.fill(q_dot, 0.0)
-        T.fill(p_dot, 0.0)
-        state_dot = 0.0
-        for c in spec.k_slices:
-            T.wgmma_gemm(m.q[c], m.k[c], Y, transpose_B=True, clear_accum=c == 0)
-        T.barrier_wait(b.rows_ready[stage], (head // HEAD_STAGES) % 2)
-        begin_gating(stage, diagonal, gate_stage)
-        T.wait_wgmma(0)
-        for i, j in T.Parallel(C, C):
-            Y[i, j] *= scale * decay(m, gate_stage, diagonal, i, j)
-        T.barrier_wait(b.p_free, (head + 1) % 2)
-        T.copy(Y, m.p)
-        pipeline.publish(b.p_ready, 0)
-        for h in spec.v_slices:
-            step = head * v_slices + h
-            T.barrier_wait(b.slice_ready[h], head % 2)
-            T.barrier_wait(b.do_ready[step % DO_STAGES], (step // DO_STAGES) % 2)
-            for c in spec.k_slices:
-                T.wgmma_gemm(m.do[step % DO_STAGES, :, :], m.S[h][c], Y, clear_accum=True)
-                T.copy(m.q[c], P)
-                T.wait_wgmma(0)
-                for i, j in T.Parallel(C, C):
-                    dQ[c][i, j] += Y[i, j] * (scale * m.factors[stage, GAMMA, i])
-                add_row_sums(Y, P, Y, q_dot)
-                add_product(m.S[h][c], m.dS[h][c], state_dot, spec.dtype)
-            pipeline.arrive(b.slice_free, h)
-        for i in T.Parallel(C):
-            m.sums[stage, READ_STATE, i] = q_dot[i]
-        store_warp_sum(m, stage, state_dot)
-        for h in spec.v_slices:
-            T.barrier_wait(b.vd_ready[h], head % 2)
-            T.wgmma_gemm(
-                m.do[(head * v_slices + h) % DO_STAGES, :, :], m.vd[h], Y, transpose_B=True, clear_accum=h == 0
-            )
-        T.wait_wgmma(0)
-        for h in spec.v_slices:
-            pipeline.arrive(b.vd_free, h)
-            pipeline.arrive(b.do_free, (head * v_slices + h) % DO_STAGES)
-        begin_gating(stage, diagonal, gate_stage)
-        for i, j in T.Parallel(C, C):
-            dP_op[i, j] = Y[i, j] * (scale * decay(m, gate_stage, diagonal, i, j))
-        T.barrier_wait(b.dp_free, (head + 1) % 2)
-        T.copy(dP_op, m.dp)
-        pipeline.publish(b.dp_ready, 0)
-        for c in spec.k_slices:
-            T.wgmma_gemm(m.dp, m.k[c], dQ[c])
-        T.copy(m.p, P)
-        for i, j in T.Parallel(C, C):
-            Y[i, j] *= T.Select(offset_below(diagonal, i, j) > 0, T.cast(P[i, j], "float32"), T.float32(0.0))
-        T.reduce_sum(Y, p_dot, dim=1)
-        for i in T.Parallel(C):
-            m.sums[stage, QUERY_PAIR, i] = p_dot[i]
-        store_column_sums(Y, m.columns, stage, 0, folded, by_warp)
-        pipeline.arrive(b.sums_ready, stage)
-        T.wait_wgmma(0)
-    T.barrier_wait(b.p_free, (w.group + 1) % 2)
-    for c in spec.k_slices:
-        store_result(dq, dQ[c], m.p, w, c * C)
-
-
-@T.macro
-def store_result(target, result, tile, w: Work, col):
-    T.copy(result, tile)
+        col = c * C
+        T.tma_copy(S[slot, v_head, row : row + C, col : col + C], m.S[h, 0:C, col : col + C], barrier=b.slice_ready[h])
+        T.tma_copy(
+            dS[slot, v_head, row : row + C, col : col + C], m.S[h, C : 2 * C, col : col + C], barrier=b.slice_ready[h]
+        )
     if w.count == C:
-        T.copy(tile, target[w.batch, w.left : w.left + C, w.k_head, col : col + C])
+        load_tile(v, m.v[h, :, :], w, v_head, row, b.slice_ready[h])
+        if T.shuffle_elect(32):
+            T.barrier_arrive(b.slice_ready[h])
+    if h == 0:
+        T.barrier_wait(b.t_free[stage], (n // rows.HEAD_STAGES + 1) % 2)
+        if w.count == C:
+            load_tile(T_inv, m.t[stage, :, :], w, v_head, 0, b.t_ready[stage])
+            if T.shuffle_elect(32):
+                T.barrier_arrive(b.t_ready[stage])
+    T.barrier_wait(b.do_free[h], (n + 1) % 2)
+    if w.count == C:
+        load_tile(do, m.do[h, :, :], w, v_head, row, b.do_ready[h])
+        if T.shuffle_elect(32):
+            T.barrier_arrive(b.do_ready[h])
     else:
-        rows.store_rows(target, tile, w.batch, w.left, w.k_head, col, w.count, C)
+        load_tile(v, m.v[h, :, :], w, v_head, row, b.cleaned)
+        load_tile(do, m.do[h, :, :], w, v_head, row, b.cleaned)
+        if h == 0:
+            load_tile(T_inv, m.t[stage, :, :], w, v_head, 0, b.cleaned)
+        if T.shuffle_elect(32):
+            T.barrier_arrive(b.cleaned)
+        T.barrier_wait(b.cleaned, cleanings & 1)
+        cleanings += 1
+        dots.zero_rows(dots.at(m.v, h), w.count, C)
+        dots.zero_rows(dots.at(m.do, h), w.count, C)
+        if h == 0:
+            dots.zero_rows(dots.at(m.t, stage), w.count, C)
+        T.fence_proxy_async()
+        T.sync_warp()
+        if T.shuffle_elect(32):
+            T.barrier_arrive(b.slice_ready[h])
+            T.barrier_arrive(b.do_ready[h])
+            if h == 0:
+                T.barrier_arrive(b.t_ready[stage])
 
 
 @T.macro
-def key_role(spec: Spec, m: Smem, b: Barriers, w: Work, dk):
-    dK = [T.alloc_fragment((C, C), "float32") for _ in spec.k_slices]
-    sum_dM = T.alloc_fragment((C, C), "float32")
-    Y = T.alloc_fragment((C, C), "float32")
-    Vd_op = T.alloc_fragment((C, C), spec.dtype)
-    X_op = T.alloc_fragment((C, C), spec.dtype)
-    M_t = T.alloc_fragment((C, C), spec.dtype)
-    m_dot = T.alloc_fragment((C,), "float32")
-    diagonal = T.alloc_var("int32")
-    gate_stage = T.alloc_var("int32")
-    folded = T.alloc_fragment((4, 8, C), "float32")
-    by_warp = T.alloc_fragment((4, C), "float32")
-    T.annotate_layout({M_t: layouts.transposed_accumulator(C)})
-    T.fill(sum_dM, 0.0)
-    for c in spec.k_slices:
-        T.fill(dK[c], 0.0)
+def load_role(spec: Spec, m: Smem, b: Barriers, a: Items, q, k, v, T_inv, do, S, dS):
+    """Announces the items and runs ahead: a first head is under way before its q and k have a place."""
+    item, slot, batch, left, count, k_head, cleanings, n, turn = (T.alloc_var("int32") for _ in range(9))
+    w = Work(batch, left, count, k_head)
+    item = a.first - a.step
+    cleanings = 0
+    n = 0
+    turn = 0
+    count = 1
+    while count > 0:
+        next_item(a, item, slot, batch, left, count, k_head)
+        put_info(m, turn % ITEM_STAGES, batch, left, count, k_head)
+        pipeline.arrive(b.item_known, turn % ITEM_STAGES)
+        for head in T.serial(T.if_then_else(count > 0, a.group, 0)):
+            for h in T.unroll(len(spec.v_slices), unroll_factor=1):
+                load_slice(spec, m, b, w, slot, n, h, k_head * a.group + head, v, T_inv, do, S, dS, cleanings)
+            if head == 0:
+                T.barrier_wait(b.qk_free, (turn + 1) % 2)
+                load_chunk(spec, m, b, w, q, k, cleanings)
+            n += 1
+        turn += 1
+    T.barrier_wait(b.qk_free, turn % 2)
+    if T.shuffle_elect(32):
+        T.barrier_arrive(b.qk_ready)
+
+
+@T.macro
+def store_tile(target, ring, index, w: Work, head, col):
+    """target[the item's rows, head, col:] = the valid rows of ring[index]."""
+    if w.count == C:
+        T.copy(ring[index, :, :], target[w.batch, w.left : w.left + C, head, col : col + C])
+    else:
+        for i in T.unroll(w.count, unroll_factor=1):
+            for j in T.Parallel(C):
+                target[w.batch, w.left + i, head, col + j] = ring[index, i, j]
+
+
+@T.macro
+def store_role(spec: Spec, m: Smem, b: Barriers, a: Items, dq, dk, dv):
+    batch, left, count, k_head, n, turn = (T.alloc_var("int32") for _ in range(6))
+    w = Work(batch, left, count, k_head)
+    n = 0
+    turn = 0
+    count = 1
+    while count > 0:
+        T.barrier_wait(b.item_known[turn % ITEM_STAGES], (turn // ITEM_STAGES) % 2)
+        get_info(m, turn % ITEM_STAGES, batch, left, count, k_head)
+        if count > 0:
+            for head in T.serial(a.group):
+                for h in T.unroll(len(spec.v_slices), unroll_factor=1):
+                    T.barrier_wait(b.dv_ready[h], n % 2)
+                    store_tile(dv, m.v, h, w, k_head * a.group + head, h * C)
+                    pipeline.arrive(b.slice_free, h)
+                n += 1
+            T.barrier_wait(b.dq_ready, turn % 2)
+            for c in spec.k_slices:
+                store_tile(dq, m.dp if c == 0 else m.qk, 0, w, k_head, c * C)
+            pipeline.arrive(b.dq_free, 0)
+            T.barrier_wait(b.dk_ready, turn % 2)
+            for c in spec.k_slices:
+                store_tile(dk, m.d, c, w, k_head, c * C)
+            pipeline.arrive(b.dk_free, 0)
+        turn += 1
+
+
+@T.macro
+def sync_role(barrier):
+    """What the role's warps wrote to shared memory is there for its next products and TMA stores."""
+    T.fence_proxy_async()
+    T.sync_threads(barrier, 128)
+
+
+@T.macro
+def settle(accumulator):
+    """Keeps the compiler from reading an accumulator before the wait that stands above."""
+    T.warpgroup_fence_operand(accumulator, num_regs=C * int(accumulator.shape[1]) // 128)
+
+
+@T.macro
+def clear(sums):
+    sums[0] = 0.0
+    sums[1] = 0.0
+
+
+@T.macro
+def chain_role(spec: Spec, m: Smem, b: Barriers, a: Items):
+    """Vd's chain (U, W, Vd) and X's (K dS, dVd, X) need nothing of each other: their products go in pairs."""
+    v_slices = len(spec.v_slices)
+    UD = T.alloc_fragment((C, 2 * C), "float32")  # U | K dS
+    Y = T.alloc_fragment((C, C), "float32")  # Vd
+    Z = T.alloc_fragment((C, C), "float32")  # Pᵀ dO, then X
+    P_t = T.alloc_fragment((C, C), spec.dtype)
+    U_op, E_op, V_op, A_op, X_op = (T.alloc_local((C * C // 128,), spec.dtype) for _ in range(5))
+    x_dot, u_dot, v_dot = (T.alloc_local((2,), "float32") for _ in range(3))
+    n, turn = (T.alloc_var("int32") for _ in range(2))
+    n = 0
+    turn = 0
     T.barrier_wait(b.qk_ready, 0)
-    for c in spec.k_slices:
-        T.wgmma_gemm(m.k[c], m.k[c], Y, transpose_B=True, clear_accum=c == 0)
-    T.wait_wgmma(0)
-    T.copy(Y, m.kk)
-    for head in T.serial(w.group):
-        stage = head % HEAD_STAGES
-        T.barrier_wait(b.rows_ready[stage], (head // HEAD_STAGES) % 2)
-        for h in spec.v_slices:
-            T.barrier_wait(b.slice_ready[h], head % 2)
-            T.barrier_wait(b.vd_ready[h], head % 2)
-            T.copy(m.vd[h], Vd_op)
-            for i, j in T.Parallel(C, C):
-                Vd_op[i, j] = T.cast(Vd_op[i, j], "float32") * m.factors[stage, DECAY, i]
-            for c in spec.k_slices:
-                T.wgmma_gemm(Vd_op, m.dS[h][c], dK[c])
-            T.barrier_wait(b.x_ready[h], head % 2)
-            T.copy(m.x[h], X_op)
-            for i, j in T.Parallel(C, C):
-                X_op[i, j] = T.cast(X_op[i, j], "float32") * (-m.factors[stage, GAMMA, i] * m.factors[stage, BETA, i])
-            for c in spec.k_slices:
-                T.wgmma_gemm(X_op, m.S[h][c], dK[c])
-            T.wait_wgmma(0)
-            pipeline.arrive(b.slice_free, h)
-        for h in spec.v_slices:
-            T.wgmma_gemm(m.x[h], m.vd[h], Y, transpose_B=True, clear_accum=h == 0)
-        T.barrier_wait(b.dp_ready, head % 2)
-        for c in spec.k_slices:
-            T.wgmma_gemm(m.dp, m.q[c], dK[c], transpose_A=True)
-        T.wait_wgmma(len(spec.k_slices))
-        for h in spec.v_slices:
-            pipeline.arrive(b.vd_free, h)
-            pipeline.arrive(b.x_free, h)
-        begin_gating(stage, diagonal, gate_stage)
-        for i, j in T.Parallel(C, C):
-            Y[i, j] *= T.Select(offset_below(diagonal, i, j) > 0, -decay(m, stage, diagonal, i, j), T.float32(0.0))
-        for i, j in T.Parallel(C, C):
-            sum_dM[i, j] += Y[i, j] * m.factors[stage, BETA, i]
-        T.copy(m.kk, X_op)
-        for i, j in T.Parallel(C, C):
-            Y[i, j] *= T.cast(X_op[i, j], "float32")
-        T.reduce_sum(Y, m_dot, dim=1)
-        for i in T.Parallel(C):
-            m.sums[stage, KEY_PAIR, i] = m_dot[i]
-        for i, j in T.Parallel(C, C):
-            Y[i, j] *= m.factors[stage, BETA, i]
-        store_column_sums(Y, m.columns, stage, 4, folded, by_warp)
-        pipeline.arrive(b.sums_ready, stage)
+    while m.info[turn % ITEM_STAGES, 2] > 0:
+        T.barrier_wait(b.qk_made, turn % 2)
+        for _head in T.serial(a.group):
+            stage = n % rows.HEAD_STAGES
+            slot = n % rows.FACTOR_STAGES
+            phase = (n // rows.HEAD_STAGES) % 2
+            clear(x_dot)
+            clear(u_dot)
+            clear(v_dot)
+            for h in T.unroll(v_slices, unroll_factor=1):
+                T.barrier_wait(b.slice_ready[h], n % 2)
+                T.wgmma_gemm(m.k, m.S[h, :, :], UD, transpose_B=True, clear_accum=True)
+                if h == 0:
+                    T.barrier_wait(b.d_ready[stage], phase)  # and the row factors, which D was made of
+                    T.barrier_wait(b.t_ready[stage], phase)
+                dots.load_product_transposed(P_t, dots.at(m.d, stage), dots.at(m.qk))
+                T.barrier_wait(b.do_ready[h], n % 2)
+                T.wgmma_gemm(P_t, m.do[h, :, :], Z, clear_accum=True)
+                fragments.load_tile_unfenced(V_op, m.v, h)
+                T.barrier_wait(b.vd_free[h], (n + 1) % 2)
+                T.wait_wgmma(1)
+                settle(UD)
+                dots.combine_rows(
+                    A_op, V_op, UD, rows.factors_of(m, slot, rows.BETA), rows.factors_of(m, slot, rows.READ)
+                )
+                fragments.store_tile_unfenced(m.x, h, A_op)  # W
+                dots.pack_right(U_op, UD)
+                dots.pack_right(E_op, UD, 1)
+                T.wait_wgmma(0)
+                settle(Z)
+                pipeline.arrive(b.do_free, h)
+                dots.pack_sum(A_op, Z, UD, 1, rows.factors_of(m, slot, rows.DECAY))
+                fragments.store_tile_unfenced(m.vd, h, A_op)  # dVd
+                sync_role(CHAIN_BARRIER)
+                T.wgmma_gemm(m.t[stage, :, :], m.x[h, :, :], Y, clear_accum=True)
+                T.wgmma_gemm(m.t[stage, :, :], m.vd[h, :, :], Z, transpose_A=True, clear_accum=True)
+                T.wait_wgmma(0)
+                settle(Y)
+                settle(Z)
+                if h == v_slices - 1:
+                    pipeline.arrive(b.t_free, stage)
+                dots.pack(A_op, Y)
+                dots.pack(X_op, Z)
+                T.sync_threads(CHAIN_BARRIER, 128)  # every warp is done with W and dVd
+                fragments.store_tile_unfenced(m.vd, h, A_op)
+                fragments.store_tile_unfenced(m.x, h, X_op)
+                pipeline.publish(b.vd_ready, h)
+                dots.fragment_dots(x_dot, A_op, E_op)
+                dots.fragment_dots(u_dot, X_op, U_op)
+                dots.row_dots(v_dot, X_op, dots.at(m.v, h))
+                dots.pack_scaled(V_op, Z, rows.factors_of(m, slot, rows.BETA))
+                fragments.store_tile_unfenced(m.v, h, V_op)  # dv
+                pipeline.publish(b.dv_ready, h)
+            T.barrier_wait(b.sums_free[stage], (n // rows.HEAD_STAGES + 1) % 2)
+            dots.store_row_dots(dots.at(m.sums, stage, rows.END), x_dot)
+            dots.store_row_dots(dots.at(m.sums, stage, rows.READ_U), u_dot)
+            dots.store_row_dots(dots.at(m.sums, stage, rows.READ_V), v_dot)
+            pipeline.arrive(b.sums_ready, stage)
+            n += 1
+        pipeline.arrive(b.qk_free, 0)
+        turn += 1
+        T.barrier_wait(b.qk_ready, turn % 2)
+
+
+@T.macro
+def query_role(spec: Spec, m: Smem, b: Barriers, a: Items, scale):
+    v_slices = len(spec.v_slices)
+    dQ = T.alloc_fragment((C, spec.head_dim_k), "float32")
+    Y = T.alloc_fragment((C, C), "float32")
+    A_op = T.alloc_fragment((C, C), spec.dtype)
+    D_op = T.alloc_local((C * C // 128,), spec.dtype)  # as A_op; only functions see it
+    state, read_row, row, column = (T.alloc_local((2,), "float32") for _ in range(4))
+    n, turn = (T.alloc_var("int32") for _ in range(2))
+    n = 0
+    turn = 0
+    T.barrier_wait(b.qk_ready, 0)
+    while m.info[turn % ITEM_STAGES, 2] > 0:
+        T.fill(dQ, 0.0)
+        T.wgmma_gemm(m.q, m.k, Y, transpose_B=True, clear_accum=True)
         T.wait_wgmma(0)
-        pipeline.arrive(b.dp_free, 0)
-    T.copy(sum_dM, m.kk)
-    T.copy(m.kk, M_t)
-    for i, j in T.Parallel(C, C):
-        X_op[i, j] = sum_dM[i, j] + T.cast(M_t[j, i], "float32")
-    for c in spec.k_slices:
-        T.wgmma_gemm(X_op, m.k[c], dK[c])
-    T.wait_wgmma(0)
-    for c in spec.k_slices:
-        store_result(dk, dK[c], m.kk, w, c * C)
+        settle(Y)
+        for i, j in T.Parallel(C, C):
+            A_op[i, j] = scale * Y[i, j]
+        T.barrier_wait(b.dq_free, (turn + 1) % 2)
+        fragments.store_tile_unfenced(m.qk, 0, A_op)
+        pipeline.arrive(b.qk_made, 0)
+        for _head in T.serial(a.group):
+            stage = n % rows.HEAD_STAGES
+            slot = n % rows.FACTOR_STAGES
+            clear(state)
+            clear(read_row)
+            clear(row)
+            clear(column)
+            T.barrier_wait(b.rows_ready[slot], (n // rows.FACTOR_STAGES) % 2)
+            for c in spec.k_slices:
+                for h in spec.v_slices:
+                    if c == 0:
+                        T.barrier_wait(b.slice_ready[h], n % 2)
+                        T.barrier_wait(b.do_ready[h], n % 2)
+                    T.wgmma_gemm(m.do[h, :, :], m.S[h, 0:C, c * C : c * C + C], Y, clear_accum=h == 0)
+                for h in T.unroll(v_slices, unroll_factor=1):
+                    dots.tile_dots(state, dots.at(m.S, h, 0, c * C), dots.at(m.S, h, C, c * C))
+                T.wait_wgmma(0)
+                settle(Y)
+                dots.add_scaled_rows(dQ, c, Y, rows.factors_of(m, slot, rows.GAMMA), scale)
+                dots.accumulator_dots(read_row, Y, dots.at(m.q, 0, c * C))
+            for h in spec.v_slices:
+                pipeline.arrive(b.slice_free, h)
+            for h in spec.v_slices:
+                T.barrier_wait(b.vd_ready[h], n % 2)
+                T.wgmma_gemm(m.do[h, :, :], m.vd[h, :, :], Y, transpose_B=True, clear_accum=h == 0)
+                T.wait_wgmma(0)
+                settle(Y)
+                pipeline.arrive(b.do_free, h)
+                pipeline.arrive(b.vd_free, h)
+            T.barrier_wait(b.d_ready[stage], (n // rows.HEAD_STAGES) % 2)
+            fragments.load_tile_unfenced(D_op, m.d, stage)
+            for i, j in T.Parallel(C, C):
+                A_op[i, j] = scale * Y[i, j]
+            dots.multiply_tiles(A_op, D_op)
+            T.barrier_wait(b.dp_free, (n + 1) % 2)
+            fragments.store_tile_unfenced(m.dp, 0, A_op)
+            pipeline.publish(b.dp_ready, 0)
+            T.wgmma_gemm(A_op, m.k, dQ)
+            T.sync_threads(QUERY_BARRIER, 128)  # dPg is whole
+            dots.tile_dots(row, dots.at(m.dp), dots.at(m.qk), strict=True)
+            dots.tile_dots(column, dots.at(m.dp), dots.at(m.qk), transposed=True, strict=True)
+            T.barrier_wait(b.sums_free[stage], (n // rows.HEAD_STAGES + 1) % 2)
+            dots.store_warp_dot(dots.at(m.sums, stage, rows.STATE_DOT), state)
+            dots.store_row_dots(dots.at(m.sums, stage, rows.READ_STATE), read_row)
+            dots.store_row_dots(dots.at(m.sums, stage, rows.QUERY_ROW), row)
+            dots.store_row_dots(dots.at(m.sums, stage, rows.QUERY_COLUMN), column)
+            pipeline.arrive(b.dp_free, 0)
+            pipeline.arrive(b.sums_ready, stage)
+            T.wait_wgmma(0)
+            settle(dQ)
+            n += 1
+        pipeline.arrive(b.qk_free, 0)
+        T.barrier_wait(b.dp_free, (n + 1) % 2)  # nobody reads dPg or s Q Kᵀ any more
+        for c in spec.k_slices:
+            dots.pack(A_op, dQ, c)
+            fragments.store_tile_unfenced(m.dp if c == 0 else m.qk, 0, A_op)
+        pipeline.publish(b.dq_ready, 0)
+        turn += 1
+        T.barrier_wait(b.qk_ready, turn % 2)
+
+
+@T.macro
+def make_decay(m: Smem, b: Barriers, head, D_op):
+    """m.d of a head."""
+    stage = head % rows.HEAD_STAGES
+    slot = head % rows.FACTOR_STAGES
+    T.barrier_wait(b.rows_ready[slot], (head // rows.FACTOR_STAGES) % 2)
+    dots.make_decay(D_op, rows.factors_of(m, slot, rows.G))
+    T.sync_threads(KEY_BARRIER, 128)  # every warp is done with what the tile held
+    fragments.store_tile_unfenced(m.d, stage, D_op)
+    pipeline.arrive(b.d_ready, stage)
+
+
+@T.macro
+def key_pairs(m: Smem, stage, slot, M_op, A_op, Y):
+    """M_op = β dM + (β dM)ᵀ of one head, Y = X Vdᵀ; the pairs' share of dβ and dg. Equations: B7, B9, B10."""
+    pair, column = (T.alloc_local((2,), "float32") for _ in range(2))
+    clear(pair)
+    clear(column)
+    dots.pack_product(M_op, Y, dots.at(m.d, stage))
+    dots.row_dots(pair, M_op, dots.at(m.kk))
+    dots.store_row_dots(dots.at(m.sums, stage, rows.KEY_PAIR), pair)
+    dots.scale_tile_rows(M_op, rows.factors_of(m, slot, rows.BETA), -1.0)
+    fragments.store_tile_unfenced(m.d, stage, M_op)
+    T.sync_threads(KEY_BARRIER, 128)
+    fragments.load_tile_transposed(A_op, m.d, stage)
+    dots.row_dots(column, A_op, dots.at(m.kk))
+    dots.add_tiles(M_op, A_op)
+    dots.store_row_dots(dots.at(m.sums, stage, rows.KEY_COLUMN), column)
+
+
+@T.macro
+def key_role(spec: Spec, m: Smem, b: Barriers, a: Items):
+    v_slices = len(spec.v_slices)
+    dK = T.alloc_fragment((C, spec.head_dim_k), "float32")
+    Y = T.alloc_fragment((C, C), "float32")
+    A_op, M_op = (T.alloc_fragment((C, C), spec.dtype) for _ in range(2))
+    n, turn = (T.alloc_var("int32") for _ in range(2))
+    n = 0
+    turn = 0
+    T.barrier_wait(b.qk_ready, 0)
+    while m.info[turn % ITEM_STAGES, 2] > 0:
+        T.fill(dK, 0.0)
+        T.wgmma_gemm(m.k, m.k, Y, transpose_B=True, clear_accum=True)
+        T.wait_wgmma(0)
+        settle(Y)
+        dots.pack(A_op, Y)
+        fragments.store_tile_unfenced(m.kk, 0, A_op)
+        T.barrier_wait(b.dk_free, (turn + 1) % 2)
+        for head in T.serial(a.group):
+            stage = n % rows.HEAD_STAGES
+            slot = n % rows.FACTOR_STAGES
+            for next_head in T.serial(T.Select(head == 0, 0, head + 1), T.min(head + 2, a.group)):
+                make_decay(m, b, n - head + next_head, M_op)
+            for h in T.unroll(v_slices, unroll_factor=1):
+                T.barrier_wait(b.slice_ready[h], n % 2)
+                T.barrier_wait(b.vd_ready[h], n % 2)
+                fragments.load_tile_unfenced(A_op, m.vd, h)
+                dots.scale_tile_rows(A_op, rows.factors_of(m, slot, rows.DECAY))
+                T.wgmma_gemm(A_op, m.S[h, C : 2 * C, :], dK)
+                T.wgmma_gemm(m.x[h, :, :], m.vd[h, :, :], Y, transpose_B=True, clear_accum=h == 0)
+                fragments.load_tile_unfenced(M_op, m.x, h)
+                dots.scale_tile_rows(M_op, rows.factors_of(m, slot, rows.READ))
+                T.wgmma_gemm(M_op, m.S[h, 0:C, :], dK)
+                T.wait_wgmma(0)
+                settle(dK)
+                settle(Y)
+                pipeline.arrive(b.slice_free, h)
+                pipeline.arrive(b.vd_free, h)
+            T.barrier_wait(b.dp_ready, n % 2)
+            T.wgmma_gemm(m.dp[0, :, :], m.q, dK, transpose_A=True)
+            T.barrier_wait(b.sums_free[stage], (n // rows.HEAD_STAGES + 1) % 2)
+            key_pairs(m, stage, slot, M_op, A_op, Y)
+            T.wgmma_gemm(M_op, m.k, dK)
+            pipeline.arrive(b.sums_ready, stage)
+            T.wait_wgmma(1)
+            pipeline.arrive(b.dp_free, 0)
+            T.wait_wgmma(0)
+            settle(dK)
+            n += 1
+        pipeline.arrive(b.qk_free, 0)
+        T.sync_threads(KEY_BARRIER, 128)  # every warp is done with D's tiles
+        for c in spec.k_slices:
+            dots.pack(A_op, dK, c)
+            fragments.store_tile_unfenced(m.d, c, A_op)
+        pipeline.publish(b.dk_ready, 0)
+        turn += 1
+        T.barrier_wait(b.qk_ready, turn % 2)
 
 
 def allocate(spec: Spec) -> tuple[Smem, Barriers]:
     """Allocates a CTA's shared memory, annotates its swizzles and makes the barriers."""
-    warps, v_slices = pipeline.WARPS_PER_WARPGROUP, len(spec.v_slices)
+    warps, v_slices, K = pipeline.WARPS_PER_WARPGROUP, len(spec.v_slices), spec.head_dim_k
 
-    def tile(*ring):
-        return T.alloc_shared((*ring, C, C), spec.dtype)
-
-    def row(*kinds):
-        return T.alloc_shared((HEAD_STAGES, *kinds, C), "float32")
+    def tile(*ring, rows=C, cols=C):
+        return T.alloc_shared((*ring, rows, cols), spec.dtype)
 
     m = Smem(
-        q=[tile() for _ in spec.k_slices],
-        k=[tile() for _ in spec.k_slices],
-        S=[[tile() for _ in spec.k_slices] for _ in spec.v_slices],
-        dS=[[tile() for _ in spec.k_slices] for _ in spec.v_slices],
-        v=[tile() for _ in spec.v_slices],
-        do=tile(DO_STAGES),
-        t=tile(HEAD_STAGES),
-        p=tile(),
-        scratch=tile(),
-        vd=[tile() for _ in spec.v_slices],
-        x=[tile() for _ in spec.v_slices],
-        dp=tile(),
-        kk=tile(),
-        factors=row(4),
-        sums=row(7),
-        columns=row(8),  # the 4 warps of query, then those of key
+        q=tile(cols=K),
+        k=tile(cols=K),
+        S=tile(v_slices, rows=2 * C, cols=K),  # rows 0 to C: S, then dS
+        v=tile(v_slices),
+        do=tile(v_slices),
+        t=tile(rows.HEAD_STAGES),
+        d=tile(rows.HEAD_STAGES),
+        qk=tile(1),
+        kk=tile(1),
+        vd=tile(v_slices),
+        x=tile(v_slices),
+        dp=tile(1),
+        factors=T.alloc_shared((rows.FACTOR_STAGES, 5, C), "float32"),
+        info=T.alloc_shared((ITEM_STAGES + rows.FACTOR_STAGES, 4), "int32"),
+        sums=T.alloc_shared((rows.HEAD_STAGES, 9, C), "float32"),
     )
     b = Barriers(
         qk_ready=T.alloc_barrier(1),
+        qk_free=T.alloc_barrier(3 * warps),
+        item_known=T.alloc_barrier([1] * ITEM_STAGES),
         slice_ready=T.alloc_barrier([1] * v_slices),
-        slice_free=T.alloc_barrier([3 * warps] * v_slices),
-        do_ready=T.alloc_barrier([1] * DO_STAGES),
-        do_free=T.alloc_barrier([2 * warps] * DO_STAGES),
-        t_ready=T.alloc_barrier([1] * HEAD_STAGES),
-        t_free=T.alloc_barrier([warps] * HEAD_STAGES),
-        rows_ready=T.alloc_barrier([1] * HEAD_STAGES),
-        sums_ready=T.alloc_barrier([3 * warps] * HEAD_STAGES),
-        p_ready=T.alloc_barrier(warps),
-        p_free=T.alloc_barrier(warps),
+        slice_free=T.alloc_barrier([2 * warps + 1] * v_slices),
+        do_ready=T.alloc_barrier([1] * v_slices),
+        do_free=T.alloc_barrier([2 * warps] * v_slices),
+        t_ready=T.alloc_barrier([1] * rows.HEAD_STAGES),
+        t_free=T.alloc_barrier([warps] * rows.HEAD_STAGES),
+        rows_ready=T.alloc_barrier([1] * rows.FACTOR_STAGES),
+        sums_ready=T.alloc_barrier([3 * warps] * rows.HEAD_STAGES),
+        sums_free=T.alloc_barrier([1] * rows.HEAD_STAGES),
+        qk_made=T.alloc_barrier(warps),
+        d_ready=T.alloc_barrier([warps] * rows.HEAD_STAGES),
         vd_ready=T.alloc_barrier([warps] * v_slices),
         vd_free=T.alloc_barrier([2 * warps] * v_slices),
-        x_ready=T.alloc_barrier([warps] * v_slices),
-        x_free=T.alloc_barrier([warps] * v_slices),
-        dv_ready=T.alloc_barrier(warps),
-        dv_free=T.alloc_barrier(1),
+        dv_ready=T.alloc_barrier([warps] * v_slices),
+        dq_ready=T.alloc_barrier(warps),
+        dq_free=T.alloc_barrier(1),
+        dk_ready=T.alloc_barrier(warps),
+        dk_free=T.alloc_barrier(1),
         dp_ready=T.alloc_barrier(warps),
-        dp_free=T.alloc_barrier(warps),
+        dp_free=T.alloc_barrier(2 * warps),
         cleaned=T.alloc_barrier(1),
     )
-    lists = (m.q, m.k, *m.S, *m.dS, m.v, m.vd, m.x)
-    T.annotate_layout(layouts.swizzled(*(t for group in lists for t in group), m.do, m.t, m.p, m.scratch, m.dp, m.kk))
+    tiles = (m.q, m.k, m.S, m.v, m.do, m.t, m.d, m.qk, m.kk, m.vd, m.x, m.dp)
+    T.annotate_layout(layouts.swizzled(*tiles))
     return m, b
 
 
 @T.macro
-def zero_rows_after(spec: Spec, w: Work, first, step, last, dq, dk, dv, dbeta, dg):
-    """Zeros of a packed tensor's rows first, first + step, … below last, for the CTA's heads."""
-    row = T.alloc_var("int32")
-    row = first
-    while row < last:
-        for d in T.Parallel(spec.head_dim_k):
-            dq[0, row, w.k_head, d] = 0
-            dk[0, row, w.k_head, d] = 0
-        for head in T.serial(w.group):
-            for d in T.Parallel(spec.head_dim_v):
-                dv[0, row, w.first_v_head + head, d] = 0
-            if T.get_thread_binding() == 0:
-                dbeta[0, row, w.first_v_head + head] = 0.0
-                dg[0, row, w.first_v_head + head] = 0.0
-        row = row + step
+def zero_rows_after(spec: Spec, a: Items, num_slots, dq, dk, dv, dbeta, dg):
+    """Zeros of a packed tensor's rows after the last sequence, spread over the items."""
+    item, row, end, k_head = (T.alloc_var("int32") for _ in range(4))
+    end = program.offset(a.cu, a.cu_step, a.seq_len, a.flat_tokens, a.num_seqs)
+    item = T.if_then_else(end < a.flat_tokens, a.first, a.total)
+    while item < a.total:
+        k_head = item % a.num_k_heads
+        row = end + item // a.num_k_heads
+        while row < a.flat_tokens:
+            for d in T.Parallel(spec.head_dim_k):
+                dq[0, row, k_head, d] = 0
+                dk[0, row, k_head, d] = 0
+            for head in T.serial(a.group):
+                for d in T.Parallel(spec.head_dim_v):
+                    dv[0, row, k_head * a.group + head, d] = 0
+                if T.get_thread_binding() == 0:
+                    dbeta[0, row, k_head * a.group + head] = 0.0
+                    dg[0, row, k_head * a.group + head] = 0.0
+            row = row + num_slots
+        item = item + a.step
 
 
 def make(spec: Spec):
     """Returns the prim_func of a specification."""
     K, V = spec.head_dim_k, spec.head_dim_v
-    registers = REGISTERS[K]
+    registers = REGISTERS[K, V]
     batch, num_tokens, num_k_heads, num_v_heads = T.dynamic("batch num_tokens num_k_heads num_v_heads")
     num_slots, cu_len = T.dynamic("num_slots cu_len")
 
@@ -791,51 +694,33 @@ def make(spec: Spec):
         num_seqs: T.int32,
         cu_step: T.int32,
         seq_len: T.int32,
+        ctas: T.int32,
     ):
-        with T.Kernel(num_slots * num_k_heads, threads=512) as (block,):
-            T.import_source(SOURCE)
+        with T.Kernel(ctas, threads=512) as (block,):
+            T.import_source(SOURCE + dots.source(spec.dtype))
             m, b = allocate(spec)
-            n = T.alloc_var("int32")
-            chunk = T.alloc_var("int32")
-            seq_batch = T.alloc_var("int32")
-            start = T.alloc_var("int32")
-            length = T.alloc_var("int32")
-            slot = T.alloc_var("int32")
-            left = T.alloc_var("int32")
-            count = T.alloc_var("int32")
-            k_head = T.alloc_var("int32")
-            first_v_head = T.alloc_var("int32")
-            tail = T.alloc_var("int32")
             flat_tokens = batch * num_tokens
-            slot = T.truncdiv(block, num_k_heads)
-            k_head = block - slot * num_k_heads
-            first_v_head = k_head * group
-            program.sequence_of_slot(cu, cu_step, seq_len, flat_tokens, num_seqs, C, slot, n, chunk)
-            program.locate_sequence(cu, cu_step, seq_len, flat_tokens, n, seq_batch, start, length)
-            left = start + chunk * C
-            count = T.min(length - chunk * C, C)
-            w = Work(seq_batch, left, count, k_head, first_v_head, group)
-            tail = program.offset(cu, cu_step, seq_len, flat_tokens, num_seqs) + slot
-            zero_rows_after(spec, w, tail, num_slots, flat_tokens, dq, dk, dv, dbeta, dg)
+            total = num_slots * num_k_heads
+            a = Items(block, ctas, total, group, num_k_heads, cu, cu_step, seq_len, flat_tokens, num_seqs)
+            zero_rows_after(spec, a, num_slots, dq, dk, dv, dbeta, dg)
             tx = T.get_thread_binding()
-            if count > 0:
-                if tx < 128:
-                    T.set_max_nreg(registers["load"], 0)
-                    if tx < 32:
-                        load_role(spec, m, b, w, slot, q, k, v, T_inv, do, S, dS)
-                    elif tx < 64:
-                        row_role(m, b, w, scale, g_cumsum, beta, dbeta, dg)
-                    elif tx < 96:
-                        store_role(spec, m, b, w, dv)
-                elif tx < 256:
-                    T.set_max_nreg(registers["chain"], 1)
-                    chain_role(spec, m, b, w)
-                elif tx < 384:
-                    T.set_max_nreg(registers["query"], 1)
-                    query_role(spec, m, b, w, scale, dq)
-                else:
-                    T.set_max_nreg(registers["key"], 1)
-                    key_role(spec, m, b, w, dk)
+            if tx < 128:
+                T.set_max_nreg(registers["load"], 0)
+                if tx < 32:
+                    load_role(spec, m, b, a, q, k, v, T_inv, do, S, dS)
+                elif tx < 64:
+                    rows.row_role(m, b, a, scale, g_cumsum, beta, dbeta, dg)
+                elif tx < 96:
+                    store_role(spec, m, b, a, dq, dk, dv)
+            elif tx < 256:
+                T.set_max_nreg(registers["chain"], 1)
+                chain_role(spec, m, b, a)
+            elif tx < 384:
+                T.set_max_nreg(registers["query"], 1)
+                query_role(spec, m, b, a, scale)
+            else:
+                T.set_max_nreg(registers["key"], 1)
+                key_role(spec, m, b, a)
 
     return gradients
 
@@ -870,4 +755,5 @@ def gradients(dq, dk, dv, dbeta, dg, q, k, v, T_inv, g_cumsum, beta, do, scale, 
     kernel(
         q, k, v, T_inv, g_cumsum, beta, do, S, dS, cu, dq, dk, dv, dbeta, dg,
         scale, v.shape[2] // q.shape[2], seqs.num_seqs, cu_step, seq_len,
+        min(S.shape[0] * q.shape[2], archs.num_sms(device)),
     )  # fmt: skip

@@ -6,7 +6,7 @@ The planner asks the same functions, so a launch rule exists once.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 
@@ -46,33 +46,55 @@ def cu_arguments(seqs: Sequences, device: torch.device) -> tuple[torch.Tensor, i
     return (cu, 1, 0) if cu.dtype == torch.int32 else (cu.view(torch.int32), 2, 0)
 
 
+def num_segment_slots(seqs: Sequences, segment_chunks: int) -> int:
+    """Upper bound of segment slots (`tiles/program.py` numbers them); exact arithmetic, no device read."""
+    return seqs.flat_tokens // (segment_chunks * seqs.chunk_size) + seqs.num_seqs
+
+
+def num_walks(seqs: Sequences, segment_states=None, split=None) -> int:
+    """Walks per head that a launch is expected to hold: sequences, or segments of a split."""
+    split = split if segment_states is None else segment_states.split
+    return seqs.num_seqs if split is None else split.num_segments
+
+
+def segment_arguments(seqs: Sequences, segment_states, device, num_v_heads: int, head_dim_v: int, head_dim_k: int):
+    """Returns (starts, segment_tokens, num_slots) as the walks read them; unsplit where segment_states is None."""
+    if segment_states is None:
+        return placeholder(device, torch.float32, num_v_heads, head_dim_v, head_dim_k), 0, seqs.num_seqs
+    segment_chunks = segment_states.split.segment_chunks
+    return segment_states.states, segment_chunks * seqs.chunk_size, num_segment_slots(seqs, segment_chunks)
+
+
 def tma_ready(x: torch.Tensor) -> torch.Tensor:
     """Returns x itself when TMA can read it through its strides, a contiguous copy otherwise.
 
     TMA wants a unit last stride, every other stride a multiple of 16 bytes, and a base aligned to 16 bytes.
     """
-    size = x.element_size()
-    ready = x.stride(-1) == 1 and x.data_ptr() % 16 == 0
-    for n, stride in zip(x.shape[:-1], x.stride()[:-1]):
-        ready = ready and (n == 1 or (stride > 0 and stride * size % 16 == 0))
-    if not ready:
-        return (
-            x.contiguous()
-            if x.data_ptr() % 16 == 0 and not x.is_contiguous()
-            else x.clone(memory_format=torch.contiguous_format)
-        )
-    if any(n == 1 and stride * size % 16 for n, stride in zip(x.shape[:-1], x.stride()[:-1])):
-        return x.as_strided(x.shape, _row_major_where_single(x))
-    return x
+    strides = _tma_strides(x.shape, x.stride(), x.element_size())
+    if strides is None or x.data_ptr() % 16:
+        return x.clone(memory_format=torch.contiguous_format)
+    return x if strides is _AS_THEY_ARE else x.as_strided(x.shape, strides)
 
 
-def _row_major_where_single(x: torch.Tensor) -> tuple[int, ...]:
-    """Strides of x with those of size-1 axes, which mean nothing, replaced by what a contiguous axis would have."""
-    strides = list(x.stride())
-    for axis in range(x.dim() - 2, -1, -1):
-        if x.shape[axis] == 1:
-            strides[axis] = strides[axis + 1] * x.shape[axis + 1]
-    return tuple(strides)
+_AS_THEY_ARE = ()
+
+
+@lru_cache(maxsize=4096)
+def _tma_strides(shape, strides, element_size: int) -> tuple[int, ...] | None:
+    """Strides under which TMA reads a tensor: its own (`_AS_THEY_ARE`), others that mean the same, or None.
+
+    Strides of axes of size 1 mean nothing; where they do not suit TMA, all such become those of a contiguous tensor.
+    """
+    axes = tuple(zip(shape, strides))[:-1]
+    if strides[-1] != 1 or any(n != 1 and (stride <= 0 or stride * element_size % 16) for n, stride in axes):
+        return None
+    if not any(n == 1 and stride * element_size % 16 for n, stride in axes):
+        return _AS_THEY_ARE
+    mended = list(strides)
+    for axis in range(len(shape) - 2, -1, -1):
+        if shape[axis] == 1:
+            mended[axis] = mended[axis + 1] * shape[axis + 1]
+    return tuple(mended)
 
 
 def on_device(device: torch.device):
@@ -98,3 +120,26 @@ def num_value_warpgroups(num_pairs: int, head_dim_v: int, num_sms: int) -> int:
         return 1
     waves_split, waves_whole = -(-2 * num_pairs // num_sms), -(-num_pairs // num_sms)
     return 1 if waves_split * ONE_WARPGROUP_COST < waves_whole else 2
+
+
+# Columns of V per CTA of segment_scan.
+SCAN_COLUMNS = 32
+
+
+# Where segment_ends is quicker with 64 columns per CTA: half as long a chunk, twice the CTAs, most of which only start
+# and exit. Pairs per chunk of a segment, on 132 multiprocessors: 0.657 us saved a chunk, 0.316 us more a pair (H200).
+NARROW_ENDS_PAIRS_PER_CHUNK = 2.077
+
+
+def num_end_warpgroups(num_pairs: int, head_dim_k: int, head_dim_v: int, num_sms: int, segment_chunks: int) -> int:
+    """Returns 64-column slices per CTA of segment_ends: of V, and of K where it walks transitions.
+
+    Args:
+        num_pairs: (segment, value head) pairs.
+        head_dim_k, head_dim_v: native head sizes.
+        num_sms: multiprocessors of the device.
+        segment_chunks: chunks of a segment.
+    """
+    if min(head_dim_k, head_dim_v) < 128:
+        return 1
+    return 1 if 132 * num_pairs < NARROW_ENDS_PAIRS_PER_CHUNK * segment_chunks * num_sms else 2

@@ -3,30 +3,30 @@
     g_cumsum = cumsum(max(g, GATE_FLOOR))                                     F0, F1
     T_inv = (I + L)^-1,  L_ij = beta_i exp(g_i - g_j) (k_i . k_j), i > j      F2
 
-One CTA per (chunk slot, key head, four of its value heads), heads fastest: neighbours share the gates' cache lines.
-K Kᵀ is made once by the whole warpgroup; then every warp inverts for a value head of its own without another barrier.
-A key head with more than four value heads makes K Kᵀ once per four: cheaper than a loop, whose invariants spill.
+Persistent CTAs. A task is a chunk slot and four neighbouring value heads (a "quad") with one, two or four key heads
+among them; tasks are dealt out round robin, quads fastest: neighbours share the gates' cache lines. The load warp runs
+one task ahead of the warpgroup: keys and gates of the next task arrive while this one's matrices are inverted.
 
     role            threads  computes
-    warp 0          32       loads the keys (TMA)
-    warp 1          32       meanwhile: the four heads' cumulative gates, g_cumsum to memory
-    warp 2          32       meanwhile: the four heads' beta
-    warpgroup       128      K Kᵀ (wgmma) into keys
-    warp w          32       value head w: zeros in rows of no sequence, the inverse (tiles/inverse.py), its store
+    warps 0 to 3    128      K Kᵀ of each key head (wgmma) into keys; then warp w inverts for value head w by itself
+                             (tiles/inverse.py), and stores its tile (TMA); at the end zeros in rows of no sequence
+    load, warp 4    32       finds the chunk, loads keys (TMA) and gates, sums the gates, g_cumsum to memory
 
-    barrier         signalled by   waited by   guards
-    ready           TMA            all         k_smem
-    __syncthreads   all            all         k_smem, before keys take its place
-    __syncthreads   all            all         keys, gate and beta rows
+    barrier         signalled by     waited by    guards
+    k_ready         TMA              warps 0-3    a slot of k
+    k_free          warps 0-3        load         the slot, after its product
+    ready           load             warps 0-3    gates and the task's words
+    free            warps 0-3        load         gates, read no more after the first part of the inverse; the words of
+                                                  the task before (two slots)
+    named 1         warps 0-3        warps 0-3    keys: every warp is done with the last ones; all are written
 
-    shared memory   bytes            holds
-    k_smem          64 K x 2         the chunk's keys, 128-byte swizzle
-    keys            10 KB            lower blocks of K Kᵀ, fp32; in k_smem where they fit
-    rows_smem       4 x 1.5 KB       per warp: gate, beta and decay factors of the rows
-    scratch         4 x 8 KB         per warp: diagonal blocks, then the finished tile of T; aligned to 1 KB for TMA
+    shared memory   bytes             holds
+    k               slots x 64 K x 2  keys, 128-byte swizzle
+    keys            products x 10 KB  lower blocks of K Kᵀ, fp32
+    scratch         4 x 8 KB          per warp: diagonal blocks, then the finished tile of T; aligned to 1 KB for TMA
+    rows            4 x 1.2 KB        per head: pairs of cumulative gate and -beta; decay factors of the rows
 
-Grid: slots x key heads x ceil(group / 4). 120 registers and 55 KB: four CTAs a multiprocessor, which is what hides the
-loads' and the substitution's latency.
+Grid: as many CTAs as fit the device at once (three a multiprocessor; two where several key heads meet in a quad).
 """
 
 from dataclasses import dataclass
@@ -41,15 +41,33 @@ from ..constants import CHUNK_SIZE
 from ..sequences import Sequences
 from .build import ROLE_PASS_CONFIGS, build
 from .launch import DTYPE_NAMES, cu_arguments, tma_ready
-from .tiles.gate import LOG2E, STEPS, clamped_cumsum, load_rows, store_rows
-from .tiles.inverse import BETA, GATE, KEYS_WORDS, ROWS_WORDS, SCRATCH, WarpSolve, invert, keys_offset
-from .tiles.layouts import swizzled
-from .tiles.program import locate_sequence, offset, sequence_of_slot, strided_rows
+from .tiles import fragments, gate, pipeline
+from .tiles import rows as row_tiles
+from .tiles.gate import LOG2E, clamped_cumsum, load_rows, store_rows
+from .tiles.inverse import (
+    FACTORS_WORDS,
+    GATES_WORDS,
+    KEYS_WORDS,
+    SCRATCH,
+    UPPER_ZEROS,
+    WarpSolve,
+    finish,
+    keys_offset,
+    prepare,
+    store_zeros,
+)  # fmt: skip
+from .tiles.program import locate_sequence, offset, sequence_of_slot_by_warp, strided_rows
 
 tirx = tvm.tirx
-WARPS = 4
-THREADS = 32 * WARPS
-MIN_CTAS = 4  # per multiprocessor: what shared memory allows, hence at most 128 registers
+WARPS = 4  # that invert, each for a value head of the quad
+THREADS = 32 * (WARPS + 1)
+WARPGROUP_BARRIER = 1
+CTAS = {1: 3, 2: 2, 4: 2}  # products -> CTAs a multiprocessor
+KEY_SLOTS = {1: 1, 2: 2, 4: 2}  # products -> slots of k; for two products a third CTA is worth less than a second slot
+BATCH, START, ROWS, FIRST_HEAD, HEADS, PRODUCTS, LEFT = range(
+    7
+)  # a task's words; LEFT: first_head's place in its group
+TASK = 8
 WORDS = CHUNK_SIZE // 2  # T's rows, as 32-bit words
 TMA_FLOAT32, TMA_SWIZZLE_128, TMA_L2_256 = 7, 3, 2  # CUtensorMap enumerators
 # Warps run heads of their own: automatic barriers would be reached by some of them only. All are written by hand.
@@ -63,59 +81,218 @@ PASS_CONFIGS = {
 
 @dataclass(frozen=True)
 class Spec:
-    """Compile key."""
+    """Compile key.
+
+    Attributes:
+        dtype: of k and T_inv.
+        gate_dtype, beta_dtype: of g and beta.
+        head_dim_k: 64 or 128.
+        products: the most key heads that four neighbouring value heads can have, 1, 2 or 4 (`products_of`).
+    """
 
     dtype: str = "bfloat16"
     gate_dtype: str = "float32"
     beta_dtype: str = "float32"
     head_dim_k: int = 128
+    products: int = 1
 
 
-def alloc_keys(k_smem, spec):
-    """K Kᵀ takes the place of K where it fits: four CTAs a multiprocessor instead of three."""
-    words = CHUNK_SIZE * spec.head_dim_k // 2
-    if words >= KEYS_WORDS:
-        return T.view(k_smem, (words,), "float32")
-    return T.alloc_shared((KEYS_WORDS,), "float32")
+@dataclass
+class Smem:
+    """Shared memory and barriers of a CTA."""
+
+    k: object
+    keys: object
+    scratch: object
+    rows: object
+    task: object
+    k_ready: object
+    k_free: object
+    ready: object
+    free: object
+
+
+@dataclass
+class Problem:
+    """What the load warp reads, and where the sequences lie."""
+
+    k: object
+    g: object
+    beta: object
+    g_cumsum: object
+    head_strides: tuple
+    heads: tuple  # key heads, value heads
+    cu: tuple  # what the macros of tiles/program.py take first
+
+
+@dataclass
+class Tasks:
+    """The CTA's share of the tasks: first, first + ctas, …"""
+
+    first: object
+    count: object
+    quads: object
+    ctas: object
+
+
+def products_of(group: int) -> int:
+    """Returns the most key heads among four neighbouring value heads, rounded up to what is compiled."""
+    if group == 1:
+        return 4
+    return 1 if group % WARPS == 0 else 2
+
+
+def allocate(spec: Spec) -> Smem:
+    """Allocates a CTA's shared memory and makes the barriers."""
+    slots = KEY_SLOTS[spec.products]
+    return Smem(
+        k=T.alloc_shared((slots, CHUNK_SIZE, spec.head_dim_k), spec.dtype),
+        keys=T.alloc_shared((spec.products * KEYS_WORDS,), "float32"),
+        scratch=T.alloc_shared((WARPS * SCRATCH,), "float32"),
+        rows=T.alloc_shared((WARPS * (GATES_WORDS + FACTORS_WORDS),), "float32"),
+        task=T.alloc_shared((2 * TASK,), "int32"),
+        k_ready=T.alloc_barrier([1] * slots),
+        k_free=T.alloc_barrier([WARPS] * slots),
+        ready=T.alloc_barrier([1]),
+        free=T.alloc_barrier([WARPS]),
+    )
+
+
+# ---- the load warp
 
 
 @T.macro
-def load_keys_product(k, k_smem, keys, ready, batch, start, rows, k_head, spec):
-    """keys = K Kᵀ, rows past the chunk's end zero."""
+def next_chunk(tasks: Tasks, problem: Problem, task: T.Ref, batch: T.Ref, start: T.Ref, rows: T.Ref, first_head: T.Ref):
+    """Goes on to the first of the CTA's tasks from `task` on that has a chunk. rows = 0: there is none."""
+    slot, n, chunk = (T.alloc_var("int32") for _ in range(3))
+    rows = 0
+    while (rows <= 0) & (task < tasks.count):
+        slot = T.truncdiv(task, tasks.quads)
+        first_head = (task - slot * tasks.quads) * WARPS  # noqa: F841, the caller's
+        sequence_of_slot_by_warp(*problem.cu, CHUNK_SIZE, slot, n, chunk)
+        locate_sequence(*problem.cu[:-1], n, batch, start, rows)
+        start = start + chunk * CHUNK_SIZE
+        rows = T.min(rows - chunk * CHUNK_SIZE, CHUNK_SIZE)
+        task = task + tasks.ctas
+    rows = T.max(rows, 0)
+
+
+@T.macro
+def load_gates(problem: Problem, gates, betas, batch, start, rows, first_head):
+    """Issues the loads of a task's gates and betas."""
+    heads = T.min(problem.heads[1] - first_head, WARPS)
+    if rows > 0:
+        load_rows(gates, problem.g, batch, start, first_head, heads, rows, problem.head_strides[0])
+        load_rows(betas, problem.beta, batch, start, first_head, heads, rows, problem.head_strides[1])
+
+
+@T.macro
+def load_keys(spec: Spec, m: Smem, k, batch, start, head, loaded: T.Ref):
+    """Brings the next tile of keys."""
+    slots = KEY_SLOTS[spec.products]
+    slot = loaded % slots
+    T.barrier_wait(m.k_free[slot], (loaded // slots + 1) % 2)
+    T.tma_copy(
+        k[batch, start : start + CHUNK_SIZE, head, 0 : spec.head_dim_k], m.k[slot, :, :], barrier=m.k_ready[slot]
+    )
+    if T.shuffle_elect(32):
+        T.barrier_arrive(m.k_ready[slot])
+    loaded = loaded + 1
+
+
+@T.macro
+def stage_gates(m: Smem, gates, betas, rows, count):
+    """Sums the gates; writes pairs (gate as log2, -beta)."""
+    lane = T.get_thread_binding() % 32
+    pairs = T.alloc_local((4,), "float32")
+    clamped_cumsum(gates, rows)
+    T.barrier_wait(m.free[0], (count + 1) % 2)
+    for h in T.unroll(WARPS):
+        for r in T.unroll(2):
+            pairs[2 * r] = gates[4 * r + h] * LOG2E
+            pairs[2 * r + 1] = T.if_then_else(2 * lane + r < rows, -betas[4 * r + h], 0.0)
+        for v in T.vectorized(4):
+            m.rows[h * GATES_WORDS + 4 * lane + v] = pairs[v]
+
+
+@T.macro
+def publish(m: Smem, words, count):
+    """The warp's arrival at `ready` with a task's words."""
+    T.sync_warp()
+    if T.get_thread_binding() % 32 == 0:
+        for i, word in enumerate(words):
+            m.task[count % 2 * TASK + i] = word
+        T.barrier_arrive(m.ready[0])
+
+
+@T.macro
+def load_role(spec: Spec, m: Smem, problem: Problem, tasks: Tasks):
+    gates, betas = T.alloc_local((8,), "float32"), T.alloc_local((8,), "float32")
+    task, batch, start, rows, first_head = (T.alloc_var("int32") for _ in range(5))
+    heads, first_key, products, group, count, loaded, key = (T.alloc_var("int32") for _ in range(7))
+    group = T.truncdiv(problem.heads[1], problem.heads[0])
+    count = 0
+    loaded = 0
+    task = tasks.first
+    next_chunk(tasks, problem, task, batch, start, rows, first_head)
+    load_gates(problem, gates, betas, batch, start, rows, first_head)
+    while rows > 0:
+        heads = T.min(problem.heads[1] - first_head, WARPS)
+        first_key = T.truncdiv(first_head, group)
+        products = 1 if spec.products == 1 else T.truncdiv(first_head + heads - 1, group) - first_key + 1
+        load_keys(spec, m, problem.k, batch, start, first_key, loaded)
+        stage_gates(m, gates, betas, rows, count)
+        publish(m, (batch, start, rows, first_head, heads, products, first_head - first_key * group), count)
+        store_rows(problem.g_cumsum, gates, batch, start, first_head, heads, rows)
+        count = count + 1
+        if spec.products > 1:
+            key = first_key + 1
+            while key < first_key + products:
+                load_keys(spec, m, problem.k, batch, start, key, loaded)
+                key = key + 1
+        next_chunk(tasks, problem, task, batch, start, rows, first_head)
+        load_gates(problem, gates, betas, batch, start, rows, first_head)
+    T.barrier_wait(m.free[0], (count + 1) % 2)
+    publish(m, (0, 0, 0), count)
+
+
+# ---- the warps that invert
+
+
+@T.macro
+def make_keys(spec: Spec, m: Smem, number, used: T.Ref, rows):
+    """keys[number] = K Kᵀ of the next tile, rows past the chunk's end zero."""
+    slots = KEY_SLOTS[spec.products]
+    slot = used % slots
     product = T.alloc_fragment((CHUNK_SIZE, CHUNK_SIZE), "float32")
-    tx = T.get_thread_binding()
-    if tx < 32:
-        T.tma_copy(k[batch, start : start + CHUNK_SIZE, k_head, 0 : spec.head_dim_k], k_smem, barrier=ready)
-        if T.shuffle_elect(32):
-            T.barrier_arrive(ready)
-    T.barrier_wait(ready, 0)
+    T.barrier_wait(m.k_ready[slot], used // slots % 2)
     if rows < CHUNK_SIZE:
-        for i, d in T.Parallel(CHUNK_SIZE, spec.head_dim_k):
-            if i >= rows:
-                k_smem[i, d] = T.cast(0.0, spec.dtype)
+        row_tiles.zero_stage_from(m.k, slot, rows, spec.head_dim_k)
         T.fence_proxy_async()
-        T.sync_threads()
-    T.gemm(k_smem, k_smem, product, transpose_B=True, clear_accum=True)
-    T.sync_threads()
+        T.sync_threads(WARPGROUP_BARRIER, 32 * WARPS)
+    T.wgmma_gemm(m.k[slot, :, :], m.k[slot, :, :], product, transpose_B=True, clear_accum=True)
+    T.wait_wgmma(0)
+    T.warpgroup_fence_operand(product, num_regs=CHUNK_SIZE * CHUNK_SIZE // 128)
+    pipeline.arrive(m.k_free, slot)
     for i, j in T.Parallel(CHUNK_SIZE, CHUNK_SIZE):
         if j // 16 <= i // 16:
-            keys[keys_offset(i, j)] = product[i, j]
+            m.keys[number * KEYS_WORDS + keys_offset(i, j)] = product[i, j]
+    used = used + 1
 
 
 @T.macro
-def stage_rows(rows_smem, g, beta, g_cumsum, batch, start, rows, first_head, heads, warp, lane):
-    """Four heads' GATE by warp 1, which also stores g_cumsum, and BETA by warp 2, while warp 0 loads the keys."""
-    values = T.alloc_local((STEPS,), "float32")
-    if warp == 1:
-        load_rows(values, g, batch, start, first_head, heads, rows, lane)
-        clamped_cumsum(values, lane)
-        store_rows(g_cumsum, values, batch, start, first_head, heads, rows, lane)
-        for i in T.unroll(STEPS):
-            rows_smem[lane % 4 * ROWS_WORDS + GATE + 8 * i + lane // 4] = values[i] * LOG2E
-    if warp == 2:
-        load_rows(values, beta, batch, start, first_head, heads, rows, lane)
-        for i in T.unroll(STEPS):
-            rows_smem[lane % 4 * ROWS_WORDS + BETA + 8 * i + lane // 4] = -values[i]
+def make_all_keys(spec: Spec, m: Smem, task, used: T.Ref, rows):
+    """keys of the task's key heads, between the warps' last use of the old ones and their first of these."""
+    T.sync_threads(WARPGROUP_BARRIER, 32 * WARPS)
+    if spec.products == 1:
+        make_keys(spec, m, 0, used, rows)
+    else:
+        number = T.alloc_var("int32")
+        number = 0
+        while number < m.task[task + PRODUCTS]:
+            make_keys(spec, m, number, used, rows)
+            number = number + 1
+    T.sync_threads(WARPGROUP_BARRIER, 32 * WARPS)
 
 
 @T.macro
@@ -158,22 +335,83 @@ def tma_store_words(target, shape, tile, base, batch, start, head):
     T.evaluate(tirx.call_intrin("handle", store, descriptor, T.address_of(tile[base]), 0, start, head, batch, 0, 0))
 
 
+def warp_solve(spec: Spec, m: Smem, warp, key) -> WarpSolve:
+    """What `warp` inverts from and in; key: number of its key head in the task."""
+    return WarpSolve(
+        scratch=m.scratch,
+        base=warp * SCRATCH,
+        keys=m.keys,
+        first_key=key * KEYS_WORDS,
+        gates=m.rows,
+        first_gate=warp * GATES_WORDS,
+        factors=m.rows,
+        first_factor=WARPS * GATES_WORDS + warp * FACTORS_WORDS,
+    )
+
+
 @T.macro
-def zero_rows(g_cumsum, T_inv, first, end, slot, slots, first_head, heads):
+def invert_role(spec: Spec, m: Smem, T_inv, group, shape):
+    count, used, task, rows, head, heads, key, thread = (T.alloc_var("int32") for _ in range(8))
+    n10 = T.alloc_local((8,), "float32")
+    tx = T.get_thread_binding()
+    store_zeros(warp_solve(spec, m, tx // 32, 0), spec.dtype, tx % 32, UPPER_ZEROS)
+    count = 0
+    used = 0
+    T.barrier_wait(m.ready[0], 0)
+    rows = m.task[ROWS]
+    while rows > 0:
+        task = count % 2 * TASK
+        make_all_keys(spec, m, task, used, rows)
+        thread = T.call_extern("int32", "(int)flash_qla::thread_index")  # read again: no address outlives the loop
+        warp, lane = (thread >> 5) & 3, thread & 31
+        head = warp
+        heads = m.task[task + HEADS]
+        while head < heads:  # once; an `if` of this size takes minutes to lower
+            key = key_of_warp(spec, m.task[task + LEFT], warp, group)
+            T.tma_store_wait(0)
+            T.sync_warp()
+            w = warp_solve(spec, m, warp, key if spec.products == 2 else key_of_warp(spec, 0, warp, group))
+            prepare(w, n10, lane)
+            pipeline.arrive(m.free, 0)
+            finish(w, n10, lane, spec.dtype)
+            store_tile(
+                T_inv, m.scratch, warp * SCRATCH, m.task[task + BATCH], m.task[task + START], rows,
+                m.task[task + FIRST_HEAD] + warp, lane, shape,
+            )  # fmt: skip
+            head = WARPS
+        if warp >= heads:
+            pipeline.arrive(m.free, 0)
+        count = count + 1
+        T.barrier_wait(m.ready[0], count % 2)
+        rows = m.task[count % 2 * TASK + ROWS]
+
+
+def key_of_warp(spec: Spec, left, warp, group):
+    """Expression: which of the task's key heads warp's value head belongs to."""
+    if spec.products == 2:
+        return T.if_then_else(left + warp >= group, 1, 0)
+    return warp if spec.products == 4 else 0
+
+
+@T.macro
+def zero_rows(g_cumsum, T_inv, first, end, tasks: Tasks, num_v_heads):
     """Zeros in the rows of no sequence; packed inputs only, whose batch is 1. A warp a head, 32 words a row."""
     warp = T.get_thread_binding() // 32
     lane = T.get_thread_binding() % 32
-    row = T.alloc_var("int32")
-    row = first + slot
+    row, head = T.alloc_var("int32"), T.alloc_var("int32")
+    row = first + tasks.first
     while row < end:
-        if warp < heads:
-            T_inv[0, row, first_head + warp, lane] = 0.0
+        head = warp
+        while head < num_v_heads:
+            T_inv[0, row, head, lane] = 0.0
             if lane == 0:
-                g_cumsum[0, row, first_head + warp] = 0.0
-        row = row + slots
+                g_cumsum[0, row, head] = 0.0
+            head = head + WARPS
+        row = row + tasks.ctas
 
 
 def make(spec: Spec):
+    """Returns the prim_func of a specification."""
     batch_size, num_tokens, num_k_heads, num_v_heads, cu_size = T.dynamic("B T Hq Hv cu_size")
     # A row and a head stride fit 32 bits (less address arithmetic); the indices are 64-bit all the same.
     g_strides = (T.dynamic("g_stride_b", "int64"), *T.dynamic("g_stride_t g_stride_h"))
@@ -192,56 +430,39 @@ def make(spec: Spec):
         cu_step: T.int32,
         seq_len: T.int32,
         num_seqs: T.int32,
-        slots: T.int32,
+        num_tasks: T.int32,
         quads: T.int32,
+        ctas: T.int32,
     ):
-        with T.Kernel(slots * num_k_heads * quads, threads=THREADS) as (block,):
-            k_smem = T.alloc_shared((CHUNK_SIZE, spec.head_dim_k), spec.dtype)
-            keys = alloc_keys(k_smem, spec)
-            scratch = T.alloc_shared((WARPS * SCRATCH,), f32)
-            rows_smem = T.alloc_shared((WARPS * ROWS_WORDS,), f32)
-            T.annotate_layout(swizzled(k_smem))
-            T.annotate_min_blocks_per_sm(MIN_CTAS)
-            ready = T.alloc_barrier(1)
-            tx = T.get_thread_binding()
-            slot, k_head, quad, first_head, heads, head = (T.alloc_var("int32") for _ in range(6))
-            slot = T.truncdiv(block, num_k_heads * quads)
-            k_head = block - slot * num_k_heads * quads
-            quad = 0
-            if quads > 1:
-                quad = T.truncmod(k_head, quads)
-                k_head = T.truncdiv(k_head, quads)
-            first_head = k_head * T.truncdiv(num_v_heads, num_k_heads) + quad * WARPS
-            heads = T.min(T.truncdiv(num_v_heads, num_k_heads) - quad * WARPS, WARPS)
-            warp, lane = tx // 32, tx % 32
-            n, chunk, batch, start, length = (T.alloc_var("int32") for _ in range(5))
+        with T.Kernel(ctas, threads=THREADS) as (block,):
+            T.import_source(fragments.LEAN_SOURCE + gate.SOURCE)
+            T.pdl_trigger()  # all CTAs are resident: the next kernel's may come as soon as these go
+            m = allocate(spec)
+            T.annotate_min_blocks_per_sm(CTAS[spec.products])
+            tasks = Tasks(block, num_tasks, quads, ctas)
             flat_tokens = batch_size * num_tokens
-            sequence_of_slot(cu, cu_step, seq_len, flat_tokens, num_seqs, CHUNK_SIZE, slot, n, chunk)
-            locate_sequence(cu, cu_step, seq_len, flat_tokens, n, batch, start, length)
-            start = start + chunk * CHUNK_SIZE
-            length = T.min(length - chunk * CHUNK_SIZE, CHUNK_SIZE)
-            if cu_step != 0:
-                zero_rows(
-                    g_cumsum, T_inv, offset(cu, cu_step, seq_len, flat_tokens, num_seqs), num_tokens,
-                    slot, slots, first_head, heads,
-                )  # fmt: skip
-            if length > 0:
-                stage_rows(rows_smem, g, beta, g_cumsum, batch, start, length, first_head, heads, warp, lane)
-                load_keys_product(k, k_smem, keys, ready, batch, start, length, k_head, spec)
-                T.sync_threads()
-                head = warp
-                while head < heads:
-                    invert(WarpSolve(scratch, warp * SCRATCH, keys, rows_smem, warp * ROWS_WORDS), lane, spec.dtype)
-                    store_tile(T_inv, scratch, warp * SCRATCH, batch, start, length, first_head + head, lane, per_head)
-                    head = WARPS
+            if T.get_thread_binding() < 32 * WARPS:
+                invert_role(spec, m, T_inv, T.truncdiv(num_v_heads, num_k_heads), per_head)
+                if cu_step != 0:
+                    zero_rows(
+                        g_cumsum, T_inv, offset(cu, cu_step, seq_len, flat_tokens, num_seqs), num_tokens, tasks,
+                        num_v_heads,
+                    )  # fmt: skip
                 T.tma_store_wait(0)
+            else:
+                problem = Problem(
+                    k, g, beta, g_cumsum, (g_strides[2], beta_strides[2]), (num_k_heads, num_v_heads),
+                    (cu, cu_step, seq_len, flat_tokens, num_seqs),
+                )  # fmt: skip
+                load_role(spec, m, problem, tasks)
 
     return solve_sm90
 
 
-def specs(dtype="bfloat16", gate_dtype="float32", beta_dtype="float32", head_dim_k=128) -> list[Spec]:
-    """Every Spec that calls with these dtypes and this native head size need."""
-    return [Spec(dtype, gate_dtype, beta_dtype, head_dim_k)]
+def specs(dtype="bfloat16", gate_dtype="float32", beta_dtype="float32", head_dim_k=128, group=None) -> list[Spec]:
+    """Every Spec that calls with these dtypes, this native head size and Hv / Hq (None: any) need."""
+    wanted = CTAS if group is None else [products_of(group)]
+    return [Spec(dtype, gate_dtype, beta_dtype, head_dim_k, products) for products in wanted]
 
 
 def solve(k: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, seqs: Sequences):
@@ -258,12 +479,15 @@ def solve(k: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, seqs: Sequences)
     """
     g_cumsum = torch.empty(g.shape, dtype=torch.float32, device=k.device)
     T_inv = torch.empty((*g.shape, CHUNK_SIZE), dtype=k.dtype, device=k.device)
-    spec = Spec(DTYPE_NAMES[k.dtype], DTYPE_NAMES[g.dtype], DTYPE_NAMES[beta.dtype], k.shape[-1])
+    products = products_of(g.shape[2] // k.shape[2])
+    spec = Spec(DTYPE_NAMES[k.dtype], DTYPE_NAMES[g.dtype], DTYPE_NAMES[beta.dtype], k.shape[-1], products)
     kernel = build(make, spec, arch_table.of_device(k.device), PASS_CONFIGS)
     cu, cu_step, seq_len = cu_arguments(seqs, k.device)
-    quads = -(-(g.shape[2] // k.shape[2]) // WARPS)
+    quads = -(-g.shape[2] // WARPS)
+    tasks = seqs.max_slots * quads
+    ctas = min(tasks, CTAS[products] * arch_table.num_sms(k.device))
     kernel(
         tma_ready(k), g, beta, cu, g_cumsum, T_inv.view(torch.float32),
-        cu_step, seq_len, seqs.num_seqs, seqs.max_slots, quads,
+        cu_step, seq_len, seqs.num_seqs, tasks, quads, ctas,
     )  # fmt: skip
     return g_cumsum, T_inv

@@ -8,12 +8,14 @@ import torch.nn.functional as F
 
 from ..constants import CHUNK_SIZE
 from ..sequences import Sequences
+from ..split import SegmentStates, Split
 from . import fused_fwd as _fused_fwd
 from . import gradients as _gradients
 from . import l2norm as _l2norm
+from . import segments as _segments
 from . import solve as _solve
 from . import states as _states
-from .launch import native_head_dim, on_device
+from .launch import native_head_dim, on_device, tma_ready
 
 
 def _pad(x: torch.Tensor, head_dim: int) -> torch.Tensor:
@@ -21,7 +23,7 @@ def _pad(x: torch.Tensor, head_dim: int) -> torch.Tensor:
 
 
 def _pad_state(state, head_dim_k, head_dim_v):
-    if state is None or tuple(state.shape[-2:]) == (head_dim_k, head_dim_v):
+    if state is None or state.shape[-2:] == (head_dim_k, head_dim_v):
         return state
     return F.pad(state, (0, head_dim_v - state.shape[-1], 0, head_dim_k - state.shape[-2]))
 
@@ -34,7 +36,7 @@ class _Padded:
 
     def __call__(self, target, *sizes):
         """Returns target, or a stand-in whose last axes have `sizes`."""
-        if target is None or tuple(target.shape[-len(sizes) :]) == sizes:
+        if target is None or target.shape[-len(sizes) :] == sizes:
             return target
         stand_in = target.new_empty((*target.shape[: -len(sizes)], *sizes))
         self._pairs.append((target, stand_in))
@@ -87,7 +89,29 @@ def solve(k, g, beta, seqs: Sequences):
         return _solve.solve(_pad(k, native_head_dim(k.shape[-1])), g, beta, seqs)
 
 
-def fused_forward(o, ht, h, q, k, v, T_inv, g_cumsum, beta, scale, h0, seqs: Sequences):
+def entering_states(k, v, T_inv, g_cumsum, beta, h0, seqs: Sequences, split: Split, for_backward=False):
+    if _is_empty(seqs):
+        return SegmentStates(split, k.new_empty(0))
+    dim_k, dim_v = native_head_dim(k.shape[-1]), native_head_dim(v.shape[-1])
+    with on_device(k.device):
+        return _segments.entering_states(
+            _pad(k, dim_k), _pad(v, dim_v), T_inv, g_cumsum, beta, _pad_state(h0, dim_k, dim_v), seqs, split,
+            for_backward,
+        )  # fmt: skip
+
+
+def leaving_cotangents(q, k, T_inv, g_cumsum, beta, do, dht, scale, seqs: Sequences, split: Split, entering):
+    if _is_empty(seqs):
+        return SegmentStates(split, k.new_empty(0))
+    dim_k, dim_v = native_head_dim(k.shape[-1]), native_head_dim(do.shape[-1])
+    with on_device(k.device):
+        return _segments.leaving_cotangents(
+            _pad(q, dim_k), _pad(k, dim_k), T_inv, g_cumsum, beta, _pad(do, dim_v), _pad_state(dht, dim_k, dim_v),
+            scale, seqs, split, entering,
+        )  # fmt: skip
+
+
+def fused_forward(o, ht, h, q, k, v, T_inv, g_cumsum, beta, scale, h0, seqs: Sequences, entering=None):
     if _is_empty(seqs):
         o.zero_()
         return _pass_state_through(ht, h0)
@@ -95,12 +119,14 @@ def fused_forward(o, ht, h, q, k, v, T_inv, g_cumsum, beta, scale, h0, seqs: Seq
     with on_device(k.device):
         _fused_fwd.fused_forward(
             padded(o, dim_v), padded(ht, dim_k, dim_v), padded(h, dim_k, dim_v), _pad(q, dim_k), _pad(k, dim_k),
-            _pad(v, dim_v), T_inv, g_cumsum, beta, scale, _pad_state(h0, dim_k, dim_v), seqs,
+            _pad(v, dim_v), T_inv, g_cumsum, beta, scale, _pad_state(h0, dim_k, dim_v), seqs, entering,
         )  # fmt: skip
         padded.write_back()
 
 
-def backward_states(q, k, v, T_inv, g_cumsum, beta, do, scale, h0, dht, dh0, seqs: Sequences):
+def backward_states(
+    q, k, v, T_inv, g_cumsum, beta, do, scale, h0, dht, dh0, seqs: Sequences, entering=None, leaving=None
+):
     if _is_empty(seqs):
         _pass_state_through(dh0, dht)
         return None, None
@@ -109,6 +135,7 @@ def backward_states(q, k, v, T_inv, g_cumsum, beta, do, scale, h0, dht, dh0, seq
         S, dS = _states.backward_states(
             _pad(q, dim_k), _pad(k, dim_k), _pad(v, dim_v), T_inv, g_cumsum, beta, _pad(do, dim_v), scale,
             _pad_state(h0, dim_k, dim_v), _pad_state(dht, dim_k, dim_v), padded(dh0, dim_k, dim_v), seqs,
+            entering, leaving,
         )  # fmt: skip
         padded.write_back()
     return S, dS
@@ -120,9 +147,11 @@ def gradients(dq, dk, dv, dbeta, dg, q, k, v, T_inv, g_cumsum, beta, do, scale, 
             target.zero_()
         return
     dim_k, dim_v, padded = native_head_dim(k.shape[-1]), native_head_dim(v.shape[-1]), _Padded()
+    inputs = (tma_ready(_pad(x, dim)) for x, dim in ((q, dim_k), (k, dim_k), (v, dim_v), (do, dim_v)))
     with on_device(k.device):
+        q, k, v, do = inputs
         _gradients.gradients(
-            padded(dq, dim_k), padded(dk, dim_k), padded(dv, dim_v), dbeta, dg, _pad(q, dim_k), _pad(k, dim_k),
-            _pad(v, dim_v), T_inv, g_cumsum, beta, _pad(do, dim_v), scale, S, dS, seqs,
+            padded(dq, dim_k), padded(dk, dim_k), padded(dv, dim_v), dbeta, dg, q, k, v, T_inv, g_cumsum, beta, do,
+            scale, S, dS, seqs,
         )  # fmt: skip
         padded.write_back()

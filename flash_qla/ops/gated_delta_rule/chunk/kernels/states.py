@@ -1,25 +1,30 @@
 """The backward's two recurrences in one launch: the state entering, and the state cotangent leaving, every chunk.
 
 Equations F3 to F5 and F8 (forward walk), B1, B2 and B4 (reverse walk), with the state held transposed in registers.
-Everything of a chunk that does not depend on the state is folded into two operand tiles by a warpgroup that runs ahead:
+Everything of a chunk that does not depend on the state is folded into operand tiles by a warpgroup that runs ahead:
 
-    forward   acc^T = V^T B1 + S^T w^T     B1 = (e T beta)^T  w = -(e T beta Gamma) K  S^T <- e^gC S^T + acc^T K
-    reverse   acc^T = dO^T B1 + dS^T w^T   B1 = P T           w = T^T e K
+    forward   acc^T = (beta V)^T T^T + S^T w^T   w = -(T beta Gamma) K        S^T <- e^gC S^T + (acc e)^T K
+    reverse   acc^T = dO^T B1 + dS^T w^T         w = T^T e K        B1 = P T
               dS^T <- e^gC dS^T + dO^T (s Gamma Q) - (acc^T beta Gamma) K
 
-so the serial chain of a chunk is two products and two roundings; acc is e Vd (forward) or X (reverse). Emulated
+so the serial chain of a chunk is two products and two roundings; acc is Vd (forward) or X (reverse). Emulated
 against float64 the error is that of the unfolded chain (3.7e-3 against 3.5e-3 without decay, equal with decay).
 Every exponent is <= 0 by construction (as gates are) or selected away. The last step of the forward walk, and of the
 reverse one when nobody wants dh0, only stores the state. `stage_state` and `store_role` alone decide what is stored.
+Where sequences are split into segments, each segment is a walk from its own start. `segments.py` walks with the same
+roles for the ends alone (`Spec.ends_only`).
 
-Grid: x = 2 * N * Hv * V tiles CTAs, the reverse walks (the longer ones) first, the V tile innermost.
+(Longer than a kernel file should be: one set of roles serves four walks.)
+
+Grid: x = 2 * slots * Hv * V tiles CTAs, the reverse walks (the longer ones) first, the V tile innermost; slots: of
+segments, or the sequences.
 
 Roles (W value warpgroups, 64 rows of the transposed state each):
     role        threads     registers (W = 1, 2)   computes
     load        warp 0      40, 32                 TMA of K, Q (reverse), V or dO, T
     store       warps 1..W  40, 32                 TMA of the rounded states
     gate        warp 3      40, 32                 row factors, a ring ahead
-    operands    128         152, 96                B1, w; zeroes the rows past the sequence's end
+    operands    128         152, 96                w, B1; zeroes the rows past the sequence's end
     value       128 W       240, 192               the recurrence
 
 Barriers (arrivals count warps; rings of `STAGES`, `X_SLOTS`, `W_SLOTS`):
@@ -27,7 +32,7 @@ Barriers (arrivals count warps; rings of `STAGES`, `X_SLOTS`, `W_SLOTS`):
     loaded      load (TMA bytes)    operands, value  k, q, t
     x_loaded    load (TMA bytes)    operands, value  x
     decayed     gate                operands         row factors (value sees them through b1_ready)
-    b1_ready    operands            value            t (now B1), zeroed rows, row factors
+    b1_ready    operands            value            t (reverse: now B1), zeroed rows, row factors
     w_ready     operands            value            w
     w_free      value               operands         w
     x_free      value               load             x (read into registers)
@@ -49,12 +54,13 @@ from ..constants import CHUNK_SIZE as C
 from ..sequences import Sequences
 from . import launch
 from .build import build
-from .tiles import fragments, layouts, pipeline, program, state
+from .tiles import fragments, layouts, pipeline, program, rows, state
 
 V_TILE = 64
 STAGES = 3
 X_SLOTS = 2
 W_SLOTS = 2
+PREFETCH_CHUNKS = 2
 LOG2E = 1.4426950408889634
 REGISTERS = {1: (40, 152, 240), 2: (32, 96, 192)}
 MASKED = -1e30  # exp2 of it is 0
@@ -69,6 +75,12 @@ PASS_CONFIGS = {
 }
 
 
+SOURCES = "".join(
+    (fragments.SOURCE, fragments.LEAN_SOURCE, fragments.COLUMNS_SOURCE, fragments.STORE_SOURCE, fragments.READ_SOURCE,
+     rows.SOURCE)
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Spec:
     """Compile key.
@@ -78,6 +90,7 @@ class Spec:
         head_dim_k, head_dim_v: 64 or 128.
         beta_dtype, h0_dtype, dht_dtype: of those tensors (dh0 has h0's).
         value_warpgroups: 64-row slices of the transposed state per CTA.
+        ends_only: walk from zero (or the identity) for the state at the end, and store no other (`segments.py`).
     """
 
     dtype: str
@@ -87,6 +100,7 @@ class Spec:
     h0_dtype: str = "float32"
     dht_dtype: str = "float32"
     value_warpgroups: int = 2
+    ends_only: bool = False
 
     @property
     def v_tiles(self) -> int:
@@ -130,10 +144,21 @@ class Smem:
 
 @dataclass
 class Walk:
-    """Where a CTA walks, and which way. `updates`: chunks whose update of the state anybody needs."""
+    """Where a CTA walks, and which way.
+
+    Attributes:
+        n, slot: the sequence, the segment's slot.
+        inner: 0 where the walk starts at the sequence's own end, else it starts from its slot's state.
+        last_row: row of the last state: n where the walk reaches the sequence's other end, out of range elsewhere.
+        updates: chunks whose update of the state anybody needs.
+        is_transition: 1 for a walk of the identity without values (ends only).
+    """
 
     reverse: bool
     n: object
+    slot: object
+    inner: object
+    last_row: object
     batch: object
     start: object
     length: object
@@ -143,13 +168,24 @@ class Walk:
     k_head: object
     v_head: object
     v_col: object
+    is_transition: object = 0
 
     def chunk(self, step):
         return self.chunks - 1 - step if self.reverse else step
 
 
 @T.macro
-def load_role(spec: Spec, m: Smem, walk: Walk, q, k, x, T_inv):
+def prefetch_gates(walk: Walk, i, g_cumsum, beta):
+    """Brings the gates and betas of step i closer: their loads' latency would be the gate warp's time per chunk."""
+    for half in T.unroll(2, unroll_factor=1):
+        row = walk.chunk(i) * C + T.get_thread_binding() % 32 + 32 * half
+        row = walk.start + T.max(T.min(row, walk.length - 1), 0)
+        rows.prefetch(g_cumsum[walk.batch, row, walk.v_head])
+        rows.prefetch(beta[walk.batch, row, walk.v_head])
+
+
+@T.macro
+def load_role(spec: Spec, m: Smem, walk: Walk, q, k, x, T_inv, g_cumsum, beta):
     K = spec.head_dim_k
     for i in T.serial(walk.updates):
         stage = i % STAGES
@@ -163,16 +199,21 @@ def load_role(spec: Spec, m: Smem, walk: Walk, q, k, x, T_inv):
         T.tma_copy(T_inv[walk.batch, left:right, walk.v_head, 0:C], m.t[stage, :, :], barrier=m.loaded[stage])
         if T.shuffle_elect(32):
             T.barrier_arrive(m.loaded[stage])
+        prefetch_gates(walk, i + PREFETCH_CHUNKS, g_cumsum, beta)
         T.barrier_wait(m.x_free[slot], (i // X_SLOTS + 1) % 2)
-        for w in tuple(range(spec.value_warpgroups)):
-            col = walk.v_col + w * V_TILE
-            T.tma_copy(
-                x[walk.batch, left:right, walk.v_head, col : col + V_TILE],
-                m.x[w][slot, :, :],
-                barrier=m.x_loaded[slot],
-            )
-        if T.shuffle_elect(32):
-            T.barrier_arrive(m.x_loaded[slot])
+        if walk.is_transition == 0:
+            for w in tuple(range(spec.value_warpgroups)):
+                col = walk.v_col + w * V_TILE
+                T.tma_copy(
+                    x[walk.batch, left:right, walk.v_head, col : col + V_TILE],
+                    m.x[w][slot, :, :],
+                    barrier=m.x_loaded[slot],
+                )
+            if T.shuffle_elect(32):
+                T.barrier_arrive(m.x_loaded[slot])
+        else:
+            if T.shuffle_elect(32):
+                T.barrier_arrive(m.x_loaded[slot])
 
 
 @T.macro
@@ -227,25 +268,23 @@ def zero_past_end(spec: Spec, m: Smem, walk: Walk, i, valid):
     """For the whole operands warpgroup, and through `b1_ready` for the value warpgroups."""
     stage = i % STAGES
     slot = i % X_SLOTS
-    fragments.zero_rows_from(m.k, stage, valid, spec.head_dim_k)
-    fragments.zero_rows_from(m.t, stage, valid, C)
+    rows.zero_stage_from(m.k, stage, valid, spec.head_dim_k)
+    rows.zero_stage_from(m.t, stage, valid, C)
     if walk.reverse:
-        fragments.zero_rows_from(m.q, stage, valid, spec.head_dim_k)
+        rows.zero_stage_from(m.q, stage, valid, spec.head_dim_k)
     T.barrier_wait(m.x_loaded[slot], (i // X_SLOTS) % 2)
     for w in tuple(range(spec.value_warpgroups)):
-        fragments.zero_rows_from(m.x[w], slot, valid, V_TILE)
+        rows.zero_stage_from(m.x[w], slot, valid, V_TILE)
     T.fence_proxy_async()
     T.sync_threads(OPERANDS_BARRIER, 128)
 
 
 @T.macro
-def forward_b1(spec: Spec, m: Smem, stage, T_op, B1_op):
-    """B1_op = e T beta, T_op = -e T beta Gamma: the left operand of w."""
-    fragments.load_tile(T_op, m.t, stage)
+def forward_operand(m: Smem, stage, T_op):
+    """T_op = -T beta Gamma: the left operand of w."""
+    fragments.load_tile_unfenced(T_op, m.t, stage)
     for i, j in T.Parallel(C, C):
-        B1_op[i, j] = T.cast(T_op[i, j], "float32") * m.e[stage, i] * m.beta[stage, j]
-    for i, j in T.Parallel(C, C):
-        T_op[i, j] = T.cast(T_op[i, j], "float32") * m.e[stage, i] * m.minus_beta_gamma[stage, j]
+        T_op[i, j] = T.cast(T_op[i, j], "float32") * m.minus_beta_gamma[stage, j]
 
 
 @T.macro
@@ -275,6 +314,10 @@ def operands_role(spec: Spec, m: Smem, walk: Walk, scale):
     T_op = T.alloc_fragment((C, C), spec.dtype)
     B1_op = T.alloc_fragment((C, C), spec.dtype)
     acc = T.alloc_fragment((C, C), "float32")
+    if walk.is_transition != 0:
+        for w in tuple(range(spec.value_warpgroups)):
+            for slot in T.unroll(X_SLOTS, unroll_factor=1):
+                rows.zero_stage_from(m.x[w], slot, 0, V_TILE)
     for i in T.serial(walk.updates):
         stage = i % STAGES
         T.barrier_wait(m.loaded[stage], (i // STAGES) % 2)
@@ -285,11 +328,13 @@ def operands_role(spec: Spec, m: Smem, walk: Walk, scale):
         if walk.reverse:
             reverse_b1(spec, m, stage, scale, T_op, B1_op, acc)
         else:
-            forward_b1(spec, m, stage, T_op, B1_op)
+            pipeline.arrive(m.b1_ready, stage)
+            forward_operand(m, stage, T_op)
         T.wgmma_gemm(T_op, m.k[stage, :, 0:64], acc, clear_accum=True)
-        T.sync_threads(OPERANDS_BARRIER, 128)  # every warp is done with T
-        fragments.store_tile(m.t, stage, B1_op)
-        pipeline.publish(m.b1_ready, stage)
+        if walk.reverse:
+            T.sync_threads(OPERANDS_BARRIER, 128)  # every warp is done with T
+            fragments.store_tile_unfenced(m.t, stage, B1_op)
+            pipeline.publish(m.b1_ready, stage)
         T.barrier_wait(m.w_free[i % W_SLOTS], (i // W_SLOTS + 1) % 2)
         for col in tuple(range(0, spec.head_dim_k, 64)):
             T.wait_wgmma(0)
@@ -297,7 +342,7 @@ def operands_role(spec: Spec, m: Smem, walk: Walk, scale):
             T.copy(acc, B1_op)
             if col + 64 < spec.head_dim_k:
                 T.wgmma_gemm(T_op, m.k[stage, :, col + 64 : col + 128], acc, clear_accum=True)
-            fragments.store_tile(m.w, i % W_SLOTS, B1_op, col)
+            fragments.store_panel_unfenced(m.w, i % W_SLOTS, B1_op, col)
         pipeline.publish(m.w_ready, i % W_SLOTS)
 
 
@@ -311,20 +356,27 @@ def stage_state(m: Smem, w, i, S_op):
 
 @T.macro
 def start_chunk(spec: Spec, m: Smem, walk: Walk, w, i, x_op, acc):
-    """Issues acc = x^T B1 of step i: needs no state."""
+    """Issues acc = x^T B1 of step i (forward: (beta V)^T T^T): needs no state."""
     stage = i % STAGES
     slot = i % X_SLOTS
     T.barrier_wait(m.x_loaded[slot], (i // X_SLOTS) % 2)
     T.barrier_wait(m.b1_ready[stage], (i // STAGES) % 2)
     fragments.load_tile_transposed(x_op, m.x[w], slot)
+    if not walk.reverse:
+        T.barrier_wait(m.loaded[stage], (i // STAGES) % 2)
+        for jv, j in T.Parallel(V_TILE, C):
+            x_op[jv, j] = T.cast(x_op[jv, j], "float32") * m.beta[stage, j]
     T.wgmma_gemm(x_op, m.t[stage, :, :], acc, transpose_B=not walk.reverse, clear_accum=True)
     # After the product, which waits for x in registers: ptxas does not make an arrival wait for an ldmatrix in flight.
     pipeline.arrive(m.x_free, slot)
 
 
 @T.macro
-def value_role(spec: Spec, m: Smem, walk: Walk, w, first_state, last_state):
-    """The recurrence of one 64-row slice of the transposed state, from first_state to last_state (None: not kept)."""
+def value_role(spec: Spec, m: Smem, walk: Walk, w, first_state, starts, last_state):
+    """The recurrence of one 64-row slice of the transposed state, from its start to last_state (None: not kept).
+
+    first_state, starts: where the walk starts; with ends only nobody reads them, and last_state is an `Ends`.
+    """
     K, v_col = spec.head_dim_k, walk.v_col + w * V_TILE
     S = T.alloc_fragment((V_TILE, K), "float32")
     S_op = T.alloc_fragment((V_TILE, K), spec.dtype)
@@ -332,7 +384,11 @@ def value_role(spec: Spec, m: Smem, walk: Walk, w, first_state, last_state):
     acc = T.alloc_fragment((V_TILE, C), "float32")
     acc_op = T.alloc_fragment((V_TILE, C), spec.dtype)
     total = T.alloc_var("float32")
-    state.load_transposed(S, first_state, first_state.shape[0], walk.n, walk.v_head, v_col, V_TILE, K)
+    if spec.ends_only:
+        for jv, jk in T.Parallel(V_TILE, K):
+            S[jv, jk] = T.if_then_else(walk.is_transition != 0 and v_col + jv == jk, 1.0, 0.0)
+    else:
+        state.load_start(S, first_state, starts, walk.n, walk.slot, walk.inner, walk.v_head, v_col, V_TILE, K)
     T.warpgroup_fence_operand(S, num_regs=V_TILE * K // 128)  # keeps S in one place: bf16 states spilled without
     if walk.updates > 0:
         start_chunk(spec, m, walk, w, 0, x_op, acc)
@@ -345,7 +401,8 @@ def value_role(spec: Spec, m: Smem, walk: Walk, w, first_state, last_state):
         total = m.total[stage]
         for jv, jk in T.Parallel(V_TILE, K):
             S[jv, jk] *= total
-        stage_state(m, w, i, S_op)
+        if not spec.ends_only:
+            stage_state(m, w, i, S_op)
         if walk.reverse:
             T.wait_wgmma(1)
             for jv, j in T.Parallel(V_TILE, C):
@@ -360,9 +417,11 @@ def value_role(spec: Spec, m: Smem, walk: Walk, w, first_state, last_state):
             for jv, j in T.Parallel(V_TILE, C):
                 acc_op[jv, j] = acc[jv, j] * m.minus_beta_gamma[stage, j]
         else:
-            T.copy(acc, acc_op)
+            for jv, j in T.Parallel(V_TILE, C):
+                acc_op[jv, j] = acc[jv, j] * m.e[stage, j]
         T.wgmma_gemm(acc_op, m.k[stage, :, :], S)
-        pipeline.publish(m.staged, w)
+        if not spec.ends_only:
+            pipeline.publish(m.staged, w)
         if walk.reverse:
             T.wait_wgmma(1)  # x_op is free
         # The last step starts its own chunk once more: nobody reads the result, and no branch cuts the pipeline.
@@ -371,12 +430,17 @@ def value_role(spec: Spec, m: Smem, walk: Walk, w, first_state, last_state):
         T.warpgroup_fence_operand(S, num_regs=V_TILE * K // 128)
         pipeline.arrive(m.freed, stage)
     T.wait_wgmma(0)
-    if walk.updates < walk.chunks:
-        T.copy(S, S_op)
-        stage_state(m, w, walk.updates, S_op)
-        pipeline.publish(m.staged, w)
-    if last_state is not None:
-        state.store_transposed(last_state, S, last_state.shape[0], walk.n, walk.v_head, v_col, V_TILE, K, spec.h0_dtype)
+    if spec.ends_only:
+        last_state.store(S, S_op, walk, v_col, V_TILE, K)
+    else:
+        if walk.updates < walk.chunks:
+            T.copy(S, S_op)
+            stage_state(m, w, walk.updates, S_op)
+            pipeline.publish(m.staged, w)
+        if last_state is not None:
+            state.store_transposed(
+                last_state, S, last_state.shape[0], walk.last_row, walk.v_head, v_col, V_TILE, K, spec.h0_dtype
+            )
 
 
 def allocate(spec: Spec) -> Smem:
@@ -413,7 +477,9 @@ def allocate(spec: Spec) -> Smem:
 
 
 @T.macro
-def run_roles(spec: Spec, m: Smem, walk: Walk, q, k, x, T_inv, g_cumsum, beta, scale, states, first_state, last_state):
+def run_roles(
+    spec: Spec, m: Smem, walk: Walk, q, k, x, T_inv, g_cumsum, beta, scale, states, first_state, starts, last_state
+):  # fmt: skip
     """One direction. The register budget is per role, so both directions share it."""
     load_regs, operands_regs, value_regs = REGISTERS[spec.value_warpgroups]
     at_launch = 65536 // (128 * (2 + spec.value_warpgroups)) // 8 * 8
@@ -421,11 +487,12 @@ def run_roles(spec: Spec, m: Smem, walk: Walk, q, k, x, T_inv, g_cumsum, beta, s
     if tx < 128:
         T.set_max_nreg(load_regs, 0)
         if tx < 32:
-            load_role(spec, m, walk, q, k, x, T_inv)
+            load_role(spec, m, walk, q, k, x, T_inv, g_cumsum, beta)
         elif tx < 64:
-            store_role(spec, m, walk, 0, states)
+            if not spec.ends_only:
+                store_role(spec, m, walk, 0, states)
         elif tx < 96:
-            if spec.value_warpgroups == 2:
+            if spec.value_warpgroups == 2 and not spec.ends_only:
                 store_role(spec, m, walk, 1, states)
         else:
             gate_role(m, walk, g_cumsum, beta, scale)
@@ -434,18 +501,18 @@ def run_roles(spec: Spec, m: Smem, walk: Walk, q, k, x, T_inv, g_cumsum, beta, s
         operands_role(spec, m, walk, scale)
     elif tx < 384:
         T.set_max_nreg(value_regs, 1)
-        value_role(spec, m, walk, 0, first_state, last_state)
+        value_role(spec, m, walk, 0, first_state, starts, last_state)
     else:
         if spec.value_warpgroups == 2:
             T.set_max_nreg(value_regs, 1)
-            value_role(spec, m, walk, 1, first_state, last_state)
+            value_role(spec, m, walk, 1, first_state, starts, last_state)
 
 
 def make(spec: Spec):
     """Returns the prim_func of a specification."""
     K, V, wgs = spec.head_dim_k, spec.head_dim_v, spec.value_warpgroups
     batch, num_tokens, num_k_heads, num_v_heads = T.dynamic("batch num_tokens num_k_heads num_v_heads")
-    cu_len, slots = T.dynamic("cu_len slots")
+    cu_len, slots, entering_slots, leaving_slots = T.dynamic("cu_len slots entering_slots leaving_slots")
 
     def strided(name, heads, dim):
         return program.strided_rows(name, (batch, num_tokens, heads, dim), spec.dtype)
@@ -464,6 +531,8 @@ def make(spec: Spec):
         h0: state.strided_state("h0", spec.h0_dtype, K, V),
         dht: state.strided_state("dht", spec.dht_dtype, K, V),
         dh0: state.strided_state("dh0", spec.h0_dtype, K, V),
+        entering: T.Tensor((entering_slots, num_v_heads, V, K), "float32"),
+        leaving: T.Tensor((leaving_slots, num_v_heads, V, K), "float32"),
         cu: T.Tensor((cu_len,), "int32"),
         S: T.Tensor((slots, num_v_heads, V, K), spec.dtype),
         dS: T.Tensor((slots, num_v_heads, V, K), spec.dtype),
@@ -471,23 +540,32 @@ def make(spec: Spec):
         num_seqs: T.int32,
         cu_step: T.int32,
         seq_len: T.int32,
+        segment_tokens: T.int32,
+        num_segments: T.int32,
     ):
-        with T.Kernel(2 * num_seqs * num_v_heads * spec.v_tiles, threads=128 * (2 + wgs)) as (block,):
-            T.import_source(fragments.SOURCE + fragments.LEAN_SOURCE + fragments.COLUMNS_SOURCE)
+        with T.Kernel(2 * num_segments * num_v_heads * spec.v_tiles, threads=128 * (2 + wgs)) as (block,):
+            T.import_source(SOURCES)
             m = allocate(spec)
             n, seq_batch, start, length, pair = (T.alloc_var("int32") for _ in range(5))
             chunks, updates, k_head, v_head, first_slot = (T.alloc_var("int32") for _ in range(5))
-            num_pairs = num_seqs * num_v_heads * spec.v_tiles
+            slot, segment, last_of, dh0_row = (T.alloc_var("int32") for _ in range(4))
+            num_pairs = num_segments * num_v_heads * spec.v_tiles
             pair = block % num_pairs
-            n = pair // spec.v_tiles // num_v_heads
-            v_head = pair // spec.v_tiles - n * num_v_heads
+            slot = pair // spec.v_tiles // num_v_heads
+            v_head = pair // spec.v_tiles - slot * num_v_heads
             k_head = v_head // (num_v_heads // num_k_heads)
             flat_tokens = batch * num_tokens
-            program.locate_sequence(cu, cu_step, seq_len, flat_tokens, n, seq_batch, start, length)
+            program.locate_segment(
+                cu, cu_step, seq_len, flat_tokens, num_seqs, segment_tokens, slot,
+                n, seq_batch, start, length, segment, last_of,
+            )  # fmt: skip
             chunks = T.ceildiv(length, C)
-            first_slot = program.offset(cu, cu_step, seq_len, flat_tokens, n) // C + n
+            first_slot = program.offset(cu, cu_step, seq_len, flat_tokens, n) // C + n + segment * (segment_tokens // C)
+            dh0_row = T.if_then_else(segment == 0, n, program.NO_ROW)
             where = dict(
                 n=n,
+                slot=slot,
+                last_row=dh0_row,
                 batch=seq_batch,
                 start=start,
                 length=length,
@@ -498,17 +576,21 @@ def make(spec: Spec):
                 v_head=v_head,
                 v_col=pair % spec.v_tiles * (V_TILE * wgs),
             )
+            inputs = (T_inv, g_cumsum, beta, scale)
             if block < num_pairs:
-                updates = T.if_then_else(n < dh0.shape[0], chunks, T.max(chunks - 1, 0))
-                run_roles(spec, m, Walk(True, **where), q, k, do, T_inv, g_cumsum, beta, scale, dS, dht, dh0)
+                updates = T.if_then_else(dh0_row < dh0.shape[0], chunks, T.max(chunks - 1, 0))
+                walk = Walk(True, inner=last_of - n, **where)
+                run_roles(spec, m, walk, q, k, do, *inputs, dS, dht, leaving, dh0)
             else:
                 updates = T.max(chunks - 1, 0)
-                run_roles(spec, m, Walk(False, **where), q, k, v, T_inv, g_cumsum, beta, scale, S, h0, None)
+                run_roles(spec, m, Walk(False, inner=segment, **where), q, k, v, *inputs, S, h0, entering, None)
 
     return backward_states
 
 
-def backward_states(q, k, v, T_inv, g_cumsum, beta, do, scale, h0, dht, dh0, seqs: Sequences):
+def backward_states(
+    q, k, v, T_inv, g_cumsum, beta, do, scale, h0, dht, dh0, seqs: Sequences, entering=None, leaving=None
+):
     """Runs both recurrences.
 
     Args:
@@ -517,6 +599,7 @@ def backward_states(q, k, v, T_inv, g_cumsum, beta, do, scale, h0, dht, dh0, seq
         scale: factor of q.
         h0, dht: `[N, Hv, K, V]` logical (strided) or None for zeros.
         dh0: `[N, Hv, K, V]` logical destination of the reverse state before the first chunk, or None.
+        entering, leaving: `SegmentStates` of both walks where every segment starts at once (one split), or None.
 
     Returns:
         S and dS `[slots, Hv, V, K]` in k's dtype: transposed state entering, state cotangent leaving, each chunk.
@@ -529,7 +612,7 @@ def backward_states(q, k, v, T_inv, g_cumsum, beta, do, scale, h0, dht, dh0, seq
     spec = Spec(
         launch.DTYPE_NAMES[k.dtype], K, V, launch.DTYPE_NAMES[beta.dtype], launch.DTYPE_NAMES[h0_dtype],
         launch.DTYPE_NAMES[dht_dtype],
-        launch.num_value_warpgroups(2 * seqs.num_seqs * Hv, V, archs.num_sms(device)),
+        launch.num_value_warpgroups(2 * launch.num_walks(seqs, entering) * Hv, V, archs.num_sms(device)),
     )  # fmt: skip
     kernel = build(make, spec, archs.of_device(device), PASS_CONFIGS)
     h0 = launch.placeholder(device, h0_dtype, Hv, K, V) if h0 is None else h0
@@ -538,5 +621,10 @@ def backward_states(q, k, v, T_inv, g_cumsum, beta, do, scale, h0, dht, dh0, seq
     S, dS = (torch.empty((seqs.max_slots, Hv, V, K), dtype=k.dtype, device=device) for _ in range(2))
     q, k, v, do = (launch.tma_ready(x) for x in (q, k, v, do))
     cu, cu_step, seq_len = launch.cu_arguments(seqs, device)
-    kernel(q, k, v, do, T_inv, g_cumsum, beta, h0, dht, dh0, cu, S, dS, float(scale), seqs.num_seqs, cu_step, seq_len)
+    starts_forward, segment_tokens, num_slots = launch.segment_arguments(seqs, entering, device, Hv, V, K)
+    starts_reverse, _, _ = launch.segment_arguments(seqs, leaving, device, Hv, V, K)
+    kernel(
+        q, k, v, do, T_inv, g_cumsum, beta, h0, dht, dh0, starts_forward, starts_reverse, cu, S, dS, float(scale),
+        seqs.num_seqs, cu_step, seq_len, segment_tokens, num_slots,
+    )  # fmt: skip
     return S, dS

@@ -1,8 +1,9 @@
 """Which kernel variants exist: those of one configuration (warm-up), and corners of every key (lowering test, reports).
 
 Compile keys, all of them: arch, dtype of q/k/v, dtypes of g, beta, initial and final state, native head sizes, value
-warpgroups per CTA, and whether per-chunk states are written. Heads, group size, batch, tokens, number and lengths of
-sequences, strides, state layouts and the presence of states are run-time values.
+warpgroups per CTA, whether per-chunk states are written, and for solve how many key heads four neighbouring value heads
+have (1, 2 or 4: all that the group size decides). Heads, batch, tokens, number and lengths of sequences, strides, state
+layouts and the presence of states are run-time values.
 """
 
 from itertools import product
@@ -11,13 +12,15 @@ import torch
 
 from flash_qla.arch import ARCHS
 
-from . import fused_fwd, gradients, l2norm, solve, states
+from . import fused_fwd, gradients, l2norm, segments, solve, states
 from .launch import DTYPE_NAMES, native_head_dim
 
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
-def of_configuration(dtype, gate_dtypes, beta_dtypes, state_pairs, head_dim_k, head_dim_v, *, backward, store_h=False):
+def of_configuration(
+    dtype, gate_dtypes, beta_dtypes, state_pairs, head_dim_k, head_dim_v, *, backward, store_h=False, group=None
+):  # fmt: skip
     """Returns [(make, spec)] without repeats, in a fixed order.
 
     Args:
@@ -27,17 +30,22 @@ def of_configuration(dtype, gate_dtypes, beta_dtypes, state_pairs, head_dim_k, h
         head_dim_k, head_dim_v: native head sizes.
         backward: the backward's kernels too.
         store_h: also the forward that writes per-chunk states.
+        group: Hv / Hq; None for any.
     """
     found = [
         (solve.make, spec)
         for g, b in product(gate_dtypes, beta_dtypes)
-        for spec in solve.specs(dtype, g, b, head_dim_k)
+        for spec in solve.specs(dtype, g, b, head_dim_k, group)
     ]
     for b, (h0, ht) in product(beta_dtypes, state_pairs):
         for h in (False, True) if store_h else (False,):
             found += [(fused_fwd.make, spec) for spec in fused_fwd.specs(dtype, b, h0, ht, head_dim_k, head_dim_v, h)]
         if backward:
             found += [(states.make, spec) for spec in states.specs(dtype, head_dim_k, head_dim_v, b, h0, ht)]
+    for b in beta_dtypes:
+        found += [(segments.make, spec) for spec in segments.ends_specs(dtype, head_dim_k, head_dim_v, b)]
+    state_dtypes = [dtype for pair in state_pairs for dtype in pair]
+    found += [(segments.make_scan, spec) for spec in segments.scan_specs(state_dtypes, head_dim_k, head_dim_v)]
     if backward:
         for b in beta_dtypes:
             found += [(gradients.make, spec) for spec in gradients.specs(dtype, b, head_dim_k, head_dim_v)]
@@ -57,6 +65,7 @@ def of_problem(problem, *, backward):
     return of_configuration(
         dtype, [gate], list(dict.fromkeys([gate, dtype])), [(state, state), (state, default), (default, default)],
         native_head_dim(problem.head_dim_k), native_head_dim(problem.head_dim_v), backward=backward,
+        group=problem.group_size,
     )  # fmt: skip
 
 

@@ -160,3 +160,32 @@ def store_columns(tile, fragment, part):
     """Call expression: `store_part` with the address made on the spot (LEAN_SOURCE, COLUMNS_SOURCE)."""
     target = tile.access_ptr("r", offset=part * 64)
     return T.call_extern("void", "flash_qla::store_columns", target, fragment.access_ptr("r"), part)
+
+
+READ_SOURCE = r"""
+namespace flash_qla {
+// load_tile without an address that lives through the role's loop (needs LEAN_SOURCE).
+__device__ __forceinline__ void load_tile_lean(void* fragment, void const* tile) {
+  unsigned* r = (unsigned*)fragment;
+  unsigned thread = thread_index(), row = ((thread >> 5) & 3) * 16 + (thread & 15);
+  unsigned address = (unsigned)__cvta_generic_to_shared(tile) + row * 128 + ((((thread >> 4) & 1) ^ (row & 7)) << 4);
+#pragma unroll
+  for (int c = 0; c < 4; ++c)
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[4 * c]), "=r"(r[4 * c + 1]), "=r"(r[4 * c + 2]), "=r"(r[4 * c + 3])
+                 : "r"(address ^ (c << 5)) : "memory");
+}
+}  // namespace flash_qla
+"""
+
+
+def load_tile_unfenced(fragment, ring, stage):
+    """`load_tile` of a 64-column ring, without TileLang's fence before the role's next wgmma."""
+    tile = ring.access_ptr("r", offset=stage * (64 * 64))
+    return T.call_extern("void", "flash_qla::load_tile_lean", fragment.access_ptr("w"), tile)
+
+
+def store_panel_unfenced(ring, stage, fragment, col):
+    """`store_tile_unfenced` into the 64 columns from col on of a ring with more of them (STORE_SOURCE, LEAN_SOURCE)."""
+    tile = ring.access_ptr("r", offset=stage * (64 * int(ring.shape[2])) + col)
+    return T.call_extern("void", "flash_qla::store_tile_lean", tile, fragment.access_ptr("r"))

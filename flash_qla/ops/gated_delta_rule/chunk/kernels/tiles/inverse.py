@@ -28,16 +28,18 @@ import tilelang.language as T
 
 BLOCK = 16
 PER_LANE = 8
-SCRATCH = 2048  # fp32 words of shared memory a warp needs: the result's 64 x 64 half-precision tile
 KEYS_WORDS = 10 * BLOCK * BLOCK
+SCRATCH = 2048  # fp32 words of shared memory a warp needs: the result's 64 x 64 half-precision tile
 # Row and block strides (words) of the scratch's two earlier contents, 8 x 8 blocks; free of bank conflicts.
 N_ROW, N_BLOCK = 8, 68
 X_ROW, X_BLOCK = 12, 100
-# Vectors of 64 rows in WarpSolve.rows: log2 cumulative gate g; -beta; decay exp2(g_r - g_j) from row j to the first row
-# r of the next block; and for b = 0, 1, 2, -beta_i exp2(g_i - g_r), r = 16 b + 16 <= i. Exponents are at most 0 where
-# the gate falls.
-GATE, BETA, COLUMN_FACTOR, ROW_FACTOR = 0, 64, 128, 192
-ROWS_WORDS = 392  # 8 more than needed: warps' vectors start in different banks
+# WarpSolve.gates: pairs (g, -beta) of the 64 rows, g the log2 cumulative gate. WarpSolve.factors: the decay
+# exp2(g_r - g_j) from row j to the first row r of the next block; and for b = 0, 1, 2, -beta_i exp2(g_i - g_r),
+# r = 16 b + 16 <= i. Exponents are at most 0 where the gate falls.
+GATES_WORDS = 136  # 8 more than needed: heads' vectors start in different banks
+COLUMN_FACTOR, ROW_FACTOR, FACTORS_WORDS = 0, 64, 160
+ROW_FACTOR_SHIFT = (-16, 16, 32)  # row i of b lies at ROW_FACTOR + i + shift: 48, 32 and 16 rows
+UPPER_ZEROS, LOWER_ZEROS = ((0, 1), (0, 2), (0, 3), (1, 2), (1, 3)), ((2, 3),)  # blocks above the diagonal
 HIGH_HALF = -65536  # 0xffff0000
 
 
@@ -46,22 +48,32 @@ class WarpSolve:
     """What one warp inverts from and in. All in shared memory, fp32, one-dimensional; offsets in words.
 
     Attributes:
-        scratch, base: SCRATCH words, the warp's own, at scratch[base]; afterwards they hold the result's tile.
-        keys: K Kᵀ, KEYS_WORDS lower blocks as `keys_offset` orders them; may be shared by several warps.
-        rows, first: ROWS_WORDS words, the warp's own, at rows[first]; the caller sets GATE and BETA.
+        scratch, base: SCRATCH words, the warp's own, at scratch[base]; afterwards they hold the result's tile. The
+            blocks UPPER_ZEROS of the tile are never written: the caller zeroes them once (`store_zeros`).
+        keys, first_key: K Kᵀ, KEYS_WORDS lower blocks as `keys_offset` orders them; several warps may share them.
+        gates, first_gate: GATES_WORDS words, set by the caller.
+        factors, first_factor: FACTORS_WORDS words, the warp's own.
     """
 
     scratch: object
     base: object
     keys: object
-    rows: object
-    first: object
+    first_key: object
+    gates: object
+    first_gate: object
+    factors: object
+    first_factor: object
 
 
 def keys_offset(i, j):
     """Word of element (i, j), j // 16 <= i // 16, of K Kᵀ: blocks row by row, each as two 16-byte pieces a lane."""
     block = i // BLOCK * (i // BLOCK + 1) // 2 + j // BLOCK
     return block * 256 + j % 16 // 8 * 128 + (i % 8 * 4 + j % 8 // 2) * 4 + i % 16 // 8 * 2 + j % 2
+
+
+def small(w):
+    """Expression: where the 8 x 8 blocks lie, in the tile's lower half: zeros above its diagonal outlive them."""
+    return w.base + 1024
 
 
 def _locals(count, size=PER_LANE, dtype="float32"):
@@ -167,27 +179,30 @@ def set_twin_product(acc, left, right):
 
 @T.macro
 def fill_factors(w, lane):
-    """Fills the factors of w.rows from its GATE and BETA."""
-    gate, beta = _locals(2, 2)
+    """Fills w.factors from w.gates."""
+    pairs, out = _locals(1, 4)[0], _locals(1, 2)[0]
     anchor = T.alloc_var("float32")
+    for v in T.vectorized(4):
+        pairs[v] = w.gates[w.first_gate + 4 * lane + v]
+    anchor = w.gates[w.first_gate + 2 * BLOCK * ((lane // 8 + 1) % 4)]
+    for r in T.unroll(2):
+        out[r] = T.exp2(anchor - pairs[2 * r])
     for r in T.vectorized(2):
-        gate[r] = w.rows[w.first + GATE + 2 * lane + r]
-    for r in T.vectorized(2):
-        beta[r] = w.rows[w.first + BETA + 2 * lane + r]
-    anchor = T.shfl_sync(gate[0], (lane // 8 * 8 + 8) % 32)
-    for r in T.vectorized(2):
-        w.rows[w.first + COLUMN_FACTOR + 2 * lane + r] = T.exp2(anchor - gate[r])
-    for b in T.unroll(3):
-        anchor = T.shfl_sync(gate[0], 8 * b + 8)
-        for r in T.vectorized(2):
-            w.rows[w.first + ROW_FACTOR + 64 * b + 2 * lane + r] = beta[r] * T.exp2(gate[r] - anchor)
+        w.factors[w.first_factor + COLUMN_FACTOR + 2 * lane + r] = out[r]
+    for b in (0, 1, 2):
+        anchor = w.gates[w.first_gate + 2 * BLOCK * (b + 1)]
+        for r in T.unroll(2):
+            out[r] = pairs[2 * r + 1] * T.exp2(pairs[2 * r] - anchor)
+        if lane >= 8 * b + 8:
+            for r in T.vectorized(2):
+                w.factors[w.first_factor + ROW_FACTOR + ROW_FACTOR_SHIFT[b] + 2 * lane + r] = out[r]
 
 
 @T.macro
-def load_keys(block, keys, number, lane):
+def load_keys(block, w, number, lane):
     for s in T.unroll(2):
         for v in T.vectorized(4):
-            block[4 * s + v] = keys[number * 256 + s * 128 + lane * 4 + v]
+            block[4 * s + v] = w.keys[w.first_key + number * 256 + s * 128 + lane * 4 + v]
 
 
 @T.macro
@@ -196,11 +211,11 @@ def load_gated(operand, w, a, b, lane):
     block = T.alloc_local((PER_LANE,), "float32")
     column = T.alloc_local((4,), "float32")
     row = T.alloc_local((2,), "float32")
-    load_keys(block, w.keys, a * (a + 1) // 2 + b, lane)
+    load_keys(block, w, a * (a + 1) // 2 + b, lane)
     for s in T.unroll(2):
         for p in T.vectorized(2):
-            column[2 * s + p] = w.rows[w.first + COLUMN_FACTOR + BLOCK * b + 8 * s + lane % 4 * 2 + p]
-        row[s] = w.rows[w.first + ROW_FACTOR + 64 * b + BLOCK * a + 8 * s + lane // 4]
+            column[2 * s + p] = w.factors[w.first_factor + COLUMN_FACTOR + BLOCK * b + 8 * s + lane % 4 * 2 + p]
+        row[s] = w.factors[w.first_factor + ROW_FACTOR + ROW_FACTOR_SHIFT[b] + BLOCK * a + 8 * s + lane // 4]
     for s in T.unroll(2):
         for r in T.unroll(2):
             for p in T.unroll(2):
@@ -215,32 +230,40 @@ def gate_diagonal(n10, w, lane):
     What lies on and below the diagonal of an Nᵀ (i <= j, exponents above 0) is never read. All loads come first: the
     compiler cannot move them over the stores.
     """
-    keys = T.alloc_local((4 * PER_LANE,), "float32")
-    gate, beta = _locals(2, 16)
-    row_gate = T.alloc_local((8,), "float32")
-    row_beta = T.alloc_local((4,), "float32")
-    for d in T.unroll(4):
+    for half in (0, 1):
+        _gate_two(n10, w, half, lane)
+        T.sync_warp()  # registers: keeps the second half's loads behind it
+
+
+@T.macro
+def _gate_two(n10, w, half, lane):
+    """Diagonal blocks 2 half and 2 half + 1 of `gate_diagonal`."""
+    keys = T.alloc_local((2 * PER_LANE,), "float32")
+    col = T.alloc_local((16,), "float32")
+    row = T.alloc_local((8,), "float32")
+    for d in (0, 1):
+        block = 2 * half + d
         for s in T.unroll(2):
             for v in T.vectorized(4):
-                keys[8 * d + 4 * s + v] = w.keys[d * (d + 3) // 2 * 256 + s * 128 + lane * 4 + v]
-            for p in T.vectorized(2):
-                gate[4 * d + 2 * s + p] = w.rows[w.first + GATE + BLOCK * d + 8 * s + lane % 4 * 2 + p]
-            for p in T.vectorized(2):
-                beta[4 * d + 2 * s + p] = w.rows[w.first + BETA + BLOCK * d + 8 * s + lane % 4 * 2 + p]
-            row_gate[2 * d + s] = w.rows[w.first + GATE + BLOCK * d + 8 * s + lane // 4]
-        row_beta[d] = w.rows[w.first + BETA + BLOCK * d + 8 + lane // 4]
-    for d in T.unroll(4):
+                keys[8 * d + 4 * s + v] = w.keys[w.first_key + block * (block + 3) // 2 * 256 + s * 128 + lane * 4 + v]
+            for v in T.vectorized(4):
+                col[8 * d + 4 * s + v] = w.gates[w.first_gate + 2 * BLOCK * block + 16 * s + lane % 4 * 4 + v]
+            for v in T.vectorized(2):
+                row[4 * d + 2 * s + v] = w.gates[w.first_gate + 2 * BLOCK * block + 16 * s + lane // 4 * 2 + v]
+    for d in T.unroll(2):
         for p in T.unroll(2):
-            n10[2 * d + p] = keys[8 * d + 2 + p] * row_beta[d] * T.exp2(row_gate[2 * d + 1] - gate[4 * d + p])
+            n10[4 * half + 2 * d + p] = (
+                keys[8 * d + 2 + p] * row[4 * d + 3] * T.exp2(row[4 * d + 2] - col[8 * d + 2 * p])
+            )
         for s in T.unroll(2):
             for p in T.unroll(2):
-                keys[8 * d + 6 * s + p] *= beta[4 * d + 2 * s + p] * T.exp2(
-                    gate[4 * d + 2 * s + p] - row_gate[2 * d + s]
+                keys[8 * d + 6 * s + p] *= col[8 * d + 4 * s + 2 * p + 1] * T.exp2(
+                    col[8 * d + 4 * s + 2 * p] - row[4 * d + 2 * s]
                 )
-    for d in T.unroll(4):
+    for d in T.unroll(2):
         for s in T.unroll(2):
             for p in T.vectorized(2):
-                w.scratch[w.base + (2 * d + s) * N_BLOCK + lane // 4 * N_ROW + lane % 4 * 2 + p] = keys[
+                w.scratch[small(w) + (4 * half + 2 * d + s) * N_BLOCK + lane // 4 * N_ROW + lane % 4 * 2 + p] = keys[
                     8 * d + 6 * s + p
                 ]
 
@@ -268,15 +291,13 @@ def store_block(w, block, row_block, col_block, lane, dtype, transposed):
 
 
 @T.macro
-def store_zeros(w, dtype, lane):
-    """Zeros in the tile's blocks above the diagonal."""
+def store_zeros(w, dtype, lane, blocks):
+    """Zeros in these (row, column) blocks of the tile."""
     zeros = T.alloc_local((PER_LANE,), dtype)
     for i in T.vectorized(PER_LANE):
         zeros[i] = T.cast(0.0, dtype)
-    for row_block in T.unroll(3):
-        for col_block in T.unroll(4):
-            if col_block > row_block:
-                _store_matrices(w, zeros, row_block, col_block, lane, False)
+    for row_block, col_block in blocks:
+        _store_matrices(w, zeros, row_block, col_block, lane, False)
 
 
 @T.macro
@@ -303,7 +324,7 @@ def substitute(w, lane):
         for q in T.unroll(2):
             if q >= (j + 1) // 4:
                 for v in T.vectorized(4):
-                    row[4 * q + v] = w.scratch[w.base + lane // 4 * N_BLOCK + j * N_ROW + 4 * q + v]
+                    row[4 * q + v] = w.scratch[small(w) + lane // 4 * N_BLOCK + j * N_ROW + 4 * q + v]
         for i in T.unroll(8):
             if i > j:
                 x_even[i] = x_even[i] + row[i] * x_even[j]
@@ -311,9 +332,9 @@ def substitute(w, lane):
     T.sync_warp()
     for q in T.unroll(2):
         for v in T.vectorized(4):
-            w.scratch[w.base + lane // 4 * X_BLOCK + lane % 4 * 2 * X_ROW + 4 * q + v] = x_even[4 * q + v]
+            w.scratch[small(w) + lane // 4 * X_BLOCK + lane % 4 * 2 * X_ROW + 4 * q + v] = x_even[4 * q + v]
         for v in T.vectorized(4):
-            w.scratch[w.base + lane // 4 * X_BLOCK + lane % 4 * 2 * X_ROW + X_ROW + 4 * q + v] = x_odd[4 * q + v]
+            w.scratch[small(w) + lane // 4 * X_BLOCK + lane % 4 * 2 * X_ROW + X_ROW + 4 * q + v] = x_odd[4 * q + v]
     T.sync_warp()
 
 
@@ -322,9 +343,11 @@ def load_small(plain, transposed, w, half, lane):
     """plain[2 e:], transposed[2 e:] = the lane's pair of the 8 x 8 inverse 4 half + e and of its transpose."""
     for e in T.unroll(4):
         for p in T.vectorized(2):
-            transposed[2 * e + p] = w.scratch[w.base + (4 * half + e) * X_BLOCK + lane // 4 * X_ROW + lane % 4 * 2 + p]
+            transposed[2 * e + p] = w.scratch[
+                small(w) + (4 * half + e) * X_BLOCK + lane // 4 * X_ROW + lane % 4 * 2 + p
+            ]
         for p in T.unroll(2):
-            plain[2 * e + p] = w.scratch[w.base + (4 * half + e) * X_BLOCK + (lane % 4 * 2 + p) * X_ROW + lane // 4]
+            plain[2 * e + p] = w.scratch[small(w) + (4 * half + e) * X_BLOCK + (lane % 4 * 2 + p) * X_ROW + lane // 4]
 
 
 @T.macro
@@ -351,22 +374,25 @@ def merge_16(blocks, blocks_t, plain, transposed, n10):
 
 
 @T.macro
-def invert(w, lane, dtype):
+def prepare(w, n10, lane):
+    """First half of the inverse: all that needs w.gates. n10: eight registers for `finish`."""
+    fill_factors(w, lane)
+    gate_diagonal(n10, w, lane)
+
+
+@T.macro
+def finish(w, n10, lane, dtype):
     """The warp's scratch = (I + L)^-1 in dtype, 64 rows of 128 bytes under the 128-byte swizzle. Equation: F2.
 
     Every lane must have arrived here with keys, GATE and BETA visible; ends without synchronising the warp.
     """
     x00t, x11t, x22t, x22, x33, x11_right = _operands(6)
-    n10 = T.alloc_local((8,), "float32")
     packed = _locals(4, dtype=dtype)
-    fill_factors(w, lane)
-    gate_diagonal(n10, w, lane)
-    T.sync_warp()
     substitute(w, lane)
     _finish_diagonal(w, packed, (x00t, x11t), (None, x11_right), n10, 0, lane)
     _finish_diagonal(w, packed, (x22t, None), (x22, x33), n10, 1, lane)
     T.sync_warp()
-    store_zeros(w, dtype, lane)
+    store_zeros(w, dtype, lane, LOWER_ZEROS)
     for d in (0, 1, 2, 3):
         _store_matrices(w, packed[d], d, d, lane, False)
     x10t, x32 = _operands(2)
@@ -413,31 +439,35 @@ def _merge_32(w, x10t, x32, x00t, x11_right, x22t, x33, lane, dtype):
 
 @T.macro
 def _merge_64(w, x00t, x10t, x11t, x22, x32, x33, lane, dtype):
-    """[X2b; X3b] = [X22 0; X32 X33] [Y2b; Y3b], b = 0, 1, with Yᵀ = [X00ᵀ X10ᵀ; 0 X11ᵀ] [N20ᵀ N30ᵀ; N21ᵀ N31ᵀ]."""
-    n20, n30, n21, n31 = _operands(4)
-    y2t, y3t = _locals(2)
-    load_gated(n21, w, 2, 1, lane)
-    load_gated(n31, w, 3, 1, lane)
-    set_product(y2t, x11t, n21)
-    set_product(y3t, x11t, n31)
-    _merge_column(w, y2t, y3t, x22, x32, x33, 1, lane, dtype)
-    load_gated(n20, w, 2, 0, lane)
-    load_gated(n30, w, 3, 0, lane)
-    set_product(y2t, x10t, n21)
-    set_product(y3t, x10t, n31)
-    add_product(y2t, x00t, n20)
-    add_product(y3t, x00t, n30)
-    _merge_column(w, y2t, y3t, x22, x32, x33, 0, lane, dtype)
+    """[X2b; X3b] = [X22 0; X32 X33] [Y2b; Y3b], b = 0, 1, with Yᵀ = [X00ᵀ X10ᵀ; 0 X11ᵀ] [N20ᵀ N30ᵀ; N21ᵀ N31ᵀ].
+
+    Row by row: fewer operands live at a time than column by column.
+    """
+    y20, y21, y30, y31 = _operands(4)
+    x20, x21, x30, x31 = _locals(4)
+    _middle(w, y20, y21, x00t, x10t, x11t, 2, lane)
+    set_product(x20, x22, y20)
+    set_product(x21, x22, y21)
+    store_block(w, x20, 2, 0, lane, dtype, transposed=False)
+    store_block(w, x21, 2, 1, lane, dtype, transposed=False)
+    set_product(x30, x32, y20)
+    set_product(x31, x32, y21)
+    _middle(w, y30, y31, x00t, x10t, x11t, 3, lane)
+    add_product(x30, x33, y30)
+    add_product(x31, x33, y31)
+    store_block(w, x30, 3, 0, lane, dtype, transposed=False)
+    store_block(w, x31, 3, 1, lane, dtype, transposed=False)
 
 
 @T.macro
-def _merge_column(w, y2t, y3t, x22, x32, x33, b, lane, dtype):
-    y2, y3 = _operands(2)
-    x2, x3 = _locals(2)
-    split(y2, y2t, right=True)
-    split(y3, y3t, right=True)
-    set_product(x2, x22, y2)
-    set_product(x3, x33, y3)
-    add_product(x3, x32, y2)
-    store_block(w, x2, 2, b, lane, dtype, transposed=False)
-    store_block(w, x3, 3, b, lane, dtype, transposed=False)
+def _middle(w, ya0, ya1, x00t, x10t, x11t, a, lane):
+    """Ya0, Ya1 as right operands."""
+    na0, na1 = _operands(2)
+    ya0t, ya1t = _locals(2)
+    load_gated(na1, w, a, 1, lane)
+    load_gated(na0, w, a, 0, lane)
+    set_product(ya0t, x10t, na1)
+    add_product(ya0t, x00t, na0)
+    set_product(ya1t, x11t, na1)
+    split(ya0, ya0t, right=True)
+    split(ya1, ya1t, right=True)

@@ -10,6 +10,8 @@ on the hot path, and no kernel may leave the tensors.
 
 import tilelang.language as T
 
+NO_ROW = 2**31 - 1  # above any number of rows
+
 
 def strided_rows(name: str, dims, dtype: str):
     """Kernel parameter annotation of a `[B, T, H, D]` tensor with run-time strides and a unit last one."""
@@ -55,6 +57,52 @@ def sequence_of_slot(cu, cu_step, seq_len, flat_tokens, num_seqs, chunk_size, sl
             hi = mid
     n = lo
     chunk = slot - (offset(cu, cu_step, seq_len, flat_tokens, lo) // chunk_size + lo)
+
+
+@T.macro
+def sequence_of_slot_by_warp(cu, cu_step, seq_len, flat_tokens, num_seqs, chunk_size, slot, n: T.Ref, chunk: T.Ref):
+    """`sequence_of_slot` by all lanes of a warp: a 32-ary search, none for one sequence."""
+    lane = T.get_thread_binding() % 32
+    count, step, hits = (T.alloc_var("int32") for _ in range(3))
+    n = 0
+    count = num_seqs
+    while count > 1:
+        step = (count + 31) // 32
+        hits = 0
+        if lane * step < count:
+            hits = T.cast(
+                offset(cu, cu_step, seq_len, flat_tokens, n + lane * step) // chunk_size + n + lane * step <= slot,
+                "int32",
+            )
+        hits = T.call_extern("int32", "__popc", T.call_extern("uint32", "__ballot_sync", T.uint32(0xFFFFFFFF), hits))
+        hits = T.max(hits - 1, 0) * step
+        n = n + hits
+        count = T.min(step, count - hits)
+    chunk = slot - (offset(cu, cu_step, seq_len, flat_tokens, n) // chunk_size + n)
+
+
+@T.macro
+def locate_segment(
+    cu, cu_step, seq_len, flat_tokens, num_seqs, segment_tokens, slot,
+    n: T.Ref, batch: T.Ref, start: T.Ref, length: T.Ref, segment: T.Ref, last_of: T.Ref,
+):  # fmt: skip
+    """Sets the rows of a segment slot: as `locate_sequence`, but of segment number `segment` of sequence n.
+
+    Sequence n owns the slots from start_n // segment_tokens + n on, at least one. segment_tokens = 0: a slot is a
+    sequence, segment 0. last_of: n in the sequence's last segment, else NO_ROW. A slot that no segment owns has no
+    rows, and is not segment 0.
+    """
+    segment = 0
+    n = slot
+    if segment_tokens != 0:
+        sequence_of_slot(cu, cu_step, seq_len, flat_tokens, num_seqs, segment_tokens, slot, n, segment)
+    locate_sequence(cu, cu_step, seq_len, flat_tokens, n, batch, start, length)
+    last_of = n
+    if segment_tokens != 0:
+        length = length - segment * segment_tokens
+        last_of = T.if_then_else((length > 0 or segment == 0) and length <= segment_tokens, n, NO_ROW)
+        length = T.max(T.min(length, segment_tokens), 0)
+        start = start + segment * segment_tokens
 
 
 @T.macro

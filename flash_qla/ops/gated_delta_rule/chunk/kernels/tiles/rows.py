@@ -10,24 +10,6 @@ from .program import offset
 
 
 @T.macro
-def zero_rows_from(tile, first, rows, cols):
-    """tile[first:, :] = 0. The caller fences (`T.fence_proxy_async`) before wgmma or TMA reads the tile."""
-    for i, j in T.Parallel(rows, cols):
-        if i >= first:
-            tile[i, j] = 0
-
-
-@T.macro
-def zero_ring_rows_from(ring, stage, first, rows, cols):
-    """ring[stage, first:, :] = 0 by one warpgroup. The caller fences. Rolled: registers matter more."""
-    step = 128 * 8 // cols
-    for block in T.unroll(rows // step, unroll_factor=1):
-        for i, j in T.Parallel(step, cols):
-            if block * step + i >= first:
-                ring[stage, block * step + i, j] = 0
-
-
-@T.macro
 def store_rows(target, tile, batch, left, head, col, count, cols):
     """target[batch, left + i, head, col:] = tile[i, :] for the first `count` of the tile's rows."""
     for i in T.serial(count):

@@ -30,3 +30,63 @@ def store_transposed(target, state, num_rows, n, head, v_col, v_rows, head_dim_k
     if n < num_rows:
         for jv, jk in T.Parallel(v_rows, head_dim_k):
             target[n, head, jk, v_col + jv] = T.cast(state[jv, jk], dtype)
+
+
+@T.macro
+def load_start(state, outer, inner, n, slot, segment, head, v_col, v_rows, head_dim_k):
+    """state = where a segment's walk starts: outer[n] as `load_transposed` for the outermost one, else inner[slot].
+
+    inner: fp32 `[slots, Hv, V, K]`, transposed as the registers are. segment: 0 for the outermost segment.
+    """
+    if segment == 0:
+        load_transposed(state, outer, outer.shape[0], n, head, v_col, v_rows, head_dim_k)
+    else:
+        for jv, jk in T.Parallel(v_rows, head_dim_k):
+            state[jv, jk] = inner[slot, head, v_col + jv, jk]
+
+
+LEAN_SOURCE = r"""
+namespace flash_qla {
+__device__ __forceinline__ void put(float* p, float x) {
+  asm volatile("st.global.f32 [%0], %1;" ::"l"(p), "f"(x) : "memory");
+}
+template <typename half_t>
+__device__ __forceinline__ void put(half_t* p, float x) {
+  half_t rounded(x);
+  asm volatile("st.global.b16 [%0], %1;" ::"l"(p), "h"(*(unsigned short const*)&rounded) : "memory");
+}
+// target[k, v] = S[v, k]; S a 64-row accumulator per warpgroup. One pointer, moved along: no address outlives a store.
+template <typename value_t>
+__device__ __forceinline__ void store_state(value_t* target, long long k_stride, long long v_stride, float const* S,
+                                            int columns, int first_thread) {
+  int thread = (int)thread_index() - first_thread;
+  target += (thread & 3) * 2 * k_stride + ((thread >> 5) * 16 + ((thread >> 2) & 7)) * v_stride;
+#pragma unroll
+  for (int c = 0; c < columns / 8; ++c) {
+    put(target, S[4 * c]);
+    put(target + 8 * v_stride, S[4 * c + 2]);
+    put(target + k_stride, S[4 * c + 1]);
+    put(target + k_stride + 8 * v_stride, S[4 * c + 3]);
+    target += 8 * k_stride;
+    asm volatile("" : "+l"(target));
+  }
+}
+}  // namespace flash_qla
+"""
+
+
+def store_lean(target, state, row, head, v_col, head_dim_k, first_thread):
+    """Call expression: `store_transposed` of an existing row without an address register per element.
+
+    state: one 64-row accumulator per warpgroup from first_thread on. Needs `fragments.LEAN_SOURCE` and LEAN_SOURCE.
+    """
+    return T.call_extern(
+        "void",
+        "flash_qla::store_state",
+        T.address_of(target[row, head, 0, v_col]),
+        target.strides[2],
+        target.strides[3],
+        state.access_ptr("r"),
+        head_dim_k,
+        first_thread,
+    )

@@ -1,0 +1,126 @@
+"""What the scores warpgroup of the fused forward does to 64 x 64 tiles in shared memory, between ldmatrix and stmatrix.
+
+Written in CUDA: TileLang would load row factors one by one, under a predicate each, and branch per element. A thread
+holds rows 16 w + l / 4 and 8 below (w: its warp, l: its lane), and two columns of every eight: 2 (l % 4) and the next.
+Sources need `fragments.LEAN_SOURCE`. Calls pass pointers as "r" although they store: TileLang would fence the role's
+next wgmma. The caller fences before another role's wgmma reads the tile.
+"""
+
+import tilelang.language as T
+
+TILE = 64 * 64
+TEMPLATE = r"""
+namespace flash_qla {
+__device__ __forceinline__ unsigned pack(float x, float y) {
+  unsigned r;
+  asm("cvt.rn.%(pair)s.f32 %%0, %%1, %%2;" : "=r"(r) : "f"(y), "f"(x));
+  return r;
+}
+%(unpack)s
+__device__ __forceinline__ void load_matrices(unsigned* r, unsigned address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%%0, %%1, %%2, %%3}, [%%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
+}
+__device__ __forceinline__ void store_matrices(unsigned address, unsigned const* r) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%%0], {%%1, %%2, %%3, %%4};"
+               :: "r"(address), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
+}
+// t = t * row factor * column factor, in place. A step's ldmatrix is issued before the last one's arithmetic.
+__device__ __forceinline__ void scale_inverse(void const* t, void const* row_factors, void const* col_factors) {
+  unsigned thread = thread_index(), row = ((thread >> 5) & 3) * 16;
+  unsigned offset = (row + (thread & 15)) * 128 + ((((thread >> 4) & 1) ^ (thread & 7)) << 4);
+  unsigned from = (unsigned)__cvta_generic_to_shared(t) + offset;
+  float const* rows = (float const*)row_factors + row + ((thread >> 2) & 7);
+  float2 const* cols = (float2 const*)col_factors + (thread & 3);
+  float factor[2] = {rows[0], rows[8]};
+  unsigned r[4], next[4];
+  load_matrices(next, from);
+#pragma unroll @UNROLL@
+  for (int c = 0; c < 4; ++c) {
+    float2 by[2] = {cols[8 * c], cols[8 * c + 4]};
+#pragma unroll
+    for (int n = 0; n < 4; ++n) r[n] = next[n];
+    if (c < 3) load_matrices(next, from ^ ((c + 1) << 5));
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      float2 x = unpack(r[n]);
+      r[n] = pack(x.x * (factor[n & 1] * by[n >> 1].x), x.y * (factor[n & 1] * by[n >> 1].y));
+    }
+    store_matrices(from ^ (c << 5), r);
+  }
+}
+// tile = tril(P), times exp2(g_j - g_t) where strong. j: the thread's two rows, t: its 16 columns.
+__device__ __forceinline__ void store_scores(void const* tile, void const* product, void const* gates, int strong) {
+  float* P = (float*)product;  // the next product overwrites it
+  unsigned thread = thread_index(), row = ((thread >> 5) & 3) * 16;
+  unsigned address = (unsigned)__cvta_generic_to_shared(tile) + (row + (thread & 15)) * 128 +
+                     ((((thread >> 4) & 1) ^ (thread & 7)) << 4);
+  int ahead = row + ((thread >> 2) & 7) - 2 * (thread & 3);  // of row over column, in the first 8 columns
+  if (strong) {
+    float const* g_row = (float const*)gates + row + ((thread >> 2) & 7);
+    float2 const* g_col = (float2 const*)gates + (thread & 3);
+#pragma unroll
+    for (int n = 0; n < 16; ++n) {
+      float g = g_row[8 * (n & 1)];
+      float2 other = g_col[4 * (n >> 1)];
+      P[2 * n] *= exp2f(fminf(g - other.x, 126.0f));
+      P[2 * n + 1] *= exp2f(fminf(g - other.y, 126.0f));
+    }
+  }
+#pragma unroll
+  for (int c = 0; c < 4; ++c) {
+    unsigned r[4];
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      int behind = 16 * c + 8 * (n >> 1) - 8 * (n & 1);
+      r[n] = pack(ahead >= behind ? P[8 * c + 2 * n] : 0.0f, ahead >= behind + 1 ? P[8 * c + 2 * n + 1] : 0.0f);
+    }
+    store_matrices(address ^ (c << 5), r);
+  }
+}
+}  // namespace flash_qla
+"""
+PAIR = {"bfloat16": "bf16x2", "float16": "f16x2"}
+UNPACK = {
+    "bfloat16": r"""__device__ __forceinline__ float2 unpack(unsigned x) {
+  return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u));
+}""",
+    "float16": r"""__device__ __forceinline__ float2 unpack(unsigned x) {
+  float2 f;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(f.x) : "h"((unsigned short)x));
+  asm("cvt.f32.f16 %0, %1;" : "=f"(f.y) : "h"((unsigned short)(x >> 16)));
+  return f;
+}""",
+}
+
+
+def source(dtype, unroll):
+    """CUDA text for tiles of dtype; `unroll` steps of `scale_inverse` at once (registers against latency)."""
+    text = TEMPLATE % {"pair": PAIR[dtype], "unpack": UNPACK[dtype]}
+    return text.replace("@UNROLL@", str(unroll))
+
+
+def scale_inverse(ring, stage, row_factors, col_factors, slot):
+    """Call expression: ring[stage] = diag(row_factors[slot]) ring[stage] diag(col_factors[slot]) by one warpgroup."""
+    return T.call_extern(
+        "void",
+        "flash_qla::scale_inverse",
+        ring.access_ptr("r", offset=stage * TILE),
+        row_factors.access_ptr("r", offset=slot * 64),
+        col_factors.access_ptr("r", offset=slot * 64),
+    )
+
+
+def store(ring, stage, product, gates, slot, strong):
+    """Call expression: ring[stage] = tril(product), times exp2(g_j - g_t) where strong, by one warpgroup.
+
+    product: fp32 accumulator of the warpgroup; lost. gates: cumulative log2 gates, slots of 64.
+    """
+    return T.call_extern(
+        "void",
+        "flash_qla::store_scores",
+        ring.access_ptr("r", offset=stage * TILE),
+        product.access_ptr("r"),
+        gates.access_ptr("r", offset=slot * 64),
+        T.cast(strong, "int32"),
+    )

@@ -1,0 +1,389 @@
+"""The planner: its cost model is the one it documents, and a plan is a function of plain values, quickly found."""
+
+import itertools
+import time
+import warnings
+from heapq import heapreplace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flash_qla import arch
+from flash_qla.ops.gated_delta_rule.chunk.cp import build_cp_context, coefs, context, cost, planner
+from flash_qla.ops.gated_delta_rule.chunk.problem import Problem
+from flash_qla.ops.gated_delta_rule.chunk.sequences import Sequences
+from flash_qla.ops.gated_delta_rule.chunk.split import Split
+
+H200 = (arch.SM90, 132)
+TABLE = coefs.load(arch.SM90)
+C = 64
+
+
+def offsets(lengths, dtype=torch.int64):
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=dtype)
+
+
+def key(lengths):
+    return offsets(lengths).numpy().tobytes(), 8
+
+
+def plan(passes, lengths, heads, *, tolerance=-12.0, dims=(128, 128), **options):
+    of_lengths = lengths if isinstance(lengths, tuple) else key(lengths)
+    return planner.plan_lengths(passes, of_lengths, heads, dims, *H200, tolerance, **options)
+
+
+def shape_of(lengths, heads, decays=None, tolerance=-12.0):
+    warmups = planner._warmups(heads, tolerance, decays)
+    return planner.Shape.of(planner._chunk_runs(key(lengths)), heads, (128, 128), 132, warmups)
+
+
+# --- the cost model
+
+
+runs = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 300)), min_size=1, max_size=6)
+
+
+@given(runs=runs, num_sms=st.integers(1, 17))
+def test_depth_is_that_of_the_list_schedule(runs, num_sms):
+    """Against the definition: each CTA in turn to the multiprocessor with the least to do."""
+    loads = [0] * num_sms
+    for chunks, count in runs:
+        for _ in range(count):
+            heapreplace(loads, loads[0] + chunks)
+    assert cost.schedule_depth(tuple(runs), num_sms) == max(loads)
+
+
+def test_time_is_linear_in_depth_and_ctas():
+    table = coefs.Table("sm90", 132, {"walk": coefs.Coefficients(0.5, 0.001, 0.25)})
+    ms = cost.launch_ms(cost.Launch("walk", ((3, 133),), 140), table, 132)
+    assert ms == pytest.approx(0.5 * 6 + 0.001 * 140 + 0.25)
+
+
+lengths = st.lists(st.integers(0, 20000), min_size=1, max_size=5)
+heads = st.sampled_from([1, 2, 4, 6, 8, 12, 16, 32, 48, 64])
+passes = st.sampled_from(["fwd", "bwd"])
+
+
+@settings(max_examples=60)
+@given(passes=passes, lengths=lengths, heads=heads, tolerance=st.sampled_from([-4.0, -12.0, -40.0]))
+def test_plan_is_the_cheapest_candidate(passes, lengths, heads, tolerance):
+    chosen = plan(passes, lengths, heads, tolerance=tolerance)
+    assert chosen == plan(passes, lengths, heads, tolerance=tolerance)
+    totals = {}
+    for segment_chunks in planner.candidates(shape_of(lengths, heads)):
+        request = planner.Request(True, segment_chunks=segment_chunks)
+        totals[segment_chunks] = plan(passes, lengths, heads, tolerance=tolerance, request=request).total_ms
+    whole = plan(passes, lengths, heads, tolerance=tolerance, request=planner.NO_SPLIT)
+    assert whole.segment_chunks is None
+    if chosen.segment_chunks is None:
+        fills_the_card = "fill" in chosen.reason
+        assert fills_the_card or min(totals.values(), default=1e9) >= (1 - planner.MIN_GAIN) * whole.total_ms
+    else:
+        assert chosen.total_ms == min(totals.values()) == totals[chosen.segment_chunks]
+        assert chosen.total_ms < (1 - planner.MIN_GAIN) * whole.total_ms
+    assert chosen.reason and "\n" not in str(chosen)
+
+
+@settings(max_examples=40)
+@given(lengths=lengths, segment_chunks=st.integers(1, 40))
+def test_segments_of_a_shape_are_those_of_the_sequences(lengths, segment_chunks):
+    counts = [-(-length // C) for length in lengths]
+    expected = sorted(
+        (min(segment_chunks, count - start) for count in counts for start in range(0, count, segment_chunks)),
+        reverse=True,
+    )
+    found, count = shape_of(lengths, 4).segments(segment_chunks)
+    assert count == len(expected)
+    assert [chunks for chunks, count in found for _ in range(count)] == expected
+    forced = plan("fwd", lengths, 4, request=planner.Request(segment_chunks=segment_chunks))
+    assert (forced.segment_chunks, forced.num_segments) == (segment_chunks, len(expected))
+
+
+@given(lengths=lengths, wanted=st.integers(1, 200))
+def test_balanced_segments_are_the_shortest_that_fit(lengths, wanted):
+    shape = shape_of(lengths, 1)
+
+    def count(segment_chunks):
+        return shape.segments(segment_chunks)[1]
+
+    if shape.num_seqs <= wanted:
+        found = planner._shortest_for(shape, wanted)
+        assert count(found) <= wanted
+        assert found == 1 or count(found - 1) > wanted
+
+
+def test_every_kernel_that_is_priced_has_coefficients():
+    names = set()
+    for count, length, heads in itertools.product((1, 4, 8), (256, 8192, 131072), (2, 8, 64)):
+        shape = shape_of([length] * count, heads)
+        for segment_chunks in (None, 4, 64):
+            names |= {planner._common_launch(each, shape).kernel for each in ("fwd", "bwd")}
+            names |= {each.kernel for each in planner._forward_launches(shape, segment_chunks)}
+            names |= {each.kernel for each in planner._backward_launches(shape, segment_chunks, None)}
+    assert names <= set(TABLE.kernels)
+    assert len(names) >= 8
+
+
+def test_few_heads_and_long_sequences_split_and_a_full_card_does_not():
+    """The reason for all of it: 2/8 heads at 32768 give 16 CTAs for 132 multiprocessors."""
+    for each in ("fwd", "bwd"):
+        assert plan(each, [32768], 8).segment_chunks
+        assert plan(each, [8192] * 8, 64).segment_chunks is None
+        assert plan(each, [100], 8).segment_chunks is None
+        assert plan(each, [0, 0], 8).segment_chunks is None
+
+
+def test_passes_are_priced_by_their_own_kernels():
+    forward, backward = ({kernel for kernel, _ in plan(each, [32768], 8).predicted_ms} for each in ("fwd", "bwd"))
+    assert {name.split("_w")[0] for name in forward} == {"solve", "fused_fwd", "segment_ends", "segment_scan"}
+    assert {name.split("_w")[0] for name in backward} == {
+        *("gradients", "states", "segment_ends", "segment_ends_reverse", "segment_scan")
+    }
+
+
+def test_forward_results_at_hand_make_the_backward_cheaper():
+    alone = plan("bwd", [32768], 8)
+    cached = plan("bwd", [32768], 8, cached=alone.segment_chunks)
+    assert cached.total_ms < alone.total_ms
+    assert "segment_ends_w2" not in {kernel for kernel, _ in cached.predicted_ms}
+
+
+# --- what is known about the gates
+
+
+def test_heads_that_decay_cost_less():
+    """All fast, as assumed, none decaying: the price of the same split rises."""
+    request = planner.Request(True, segment_chunks=32)
+    fast, slow = (100.0,) * 8, (0.0,) * 8
+    prices = [plan("fwd", [32768], 8, request=request._replace(decays=d)).total_ms for d in (fast, None, slow)]
+    assert prices[0] < prices[1] < prices[2]
+    quarter = (0.0, 0.0, *(planner.ASSUMED_DECAY_PER_CHUNK,) * 6)
+    assert plan("fwd", [32768], 8, request=request._replace(decays=quarter)).total_ms == prices[1]
+
+
+@pytest.mark.parametrize(
+    ("decay", "tolerance", "warmup"),
+    [(3.2, -12.0, 4), (12.0, -12.0, 1), (11.9, -12.0, 2), (100.0, -12.0, 1), (0.0, -12.0, None)],
+)
+def test_warmup_from_a_decay(decay, tolerance, warmup):
+    assert planner._warmups(1, tolerance, (decay,)) == ((warmup, 1),)
+
+
+def test_a_stricter_tolerance_is_dearer():
+    request = planner.Request(True, segment_chunks=32)
+    prices = [plan("fwd", [32768], 8, tolerance=t, request=request).total_ms for t in (-3.0, -12.0, -60.0, -1e9)]
+    assert prices == sorted(prices)
+    assert prices[0] < prices[-1]
+
+
+def test_context_measures_decays():
+    g = torch.zeros(1, 3 * C + 5, 4)
+    g[..., 1], g[..., 2], g[..., 3] = -0.05, -torch.inf, -1e4
+    g[:, 3 * C :] = torch.nan  # rows of no sequence
+    built = build_cp_context(offsets([2 * C, C]), g=g, num_v_heads=4)
+    assert built.decays == (0.0, 3.2, 6400.0, 6400.0)
+    assert context.split_request(True, False, built).decays == built.decays
+    assert build_cp_context(g=torch.zeros(2, 7, 3)).decays == (0.0,) * 3
+    assert build_cp_context(g=torch.zeros(1, 0, 3)).decays == (0.0,) * 3
+    for bad in (g[0], [1.0]):
+        with pytest.raises(ValueError, match=r"g must be a tensor of shape \[B, T, Hv\]"):
+            build_cp_context(g=bad)
+    with pytest.raises(ValueError, match="Hv = 8"):
+        build_cp_context(g=g, num_v_heads=8)
+
+
+# --- from a call to its plan
+
+
+def problem_of(seqs, heads=8, device="cpu"):
+    """A call's Problem, said to be on another device."""
+    meta = {"device": "meta"}
+    rows = (seqs.batch, seqs.num_tokens)
+    q, v = torch.empty(*rows, 2, 128, **meta).bfloat16(), torch.empty(*rows, heads, 128, **meta).bfloat16()
+    g = torch.empty(*rows, heads, **meta)
+    found, _ = Problem.check(q, q, v, g, g)
+    object.__setattr__(found, "device", torch.device(device))
+    return found
+
+
+@pytest.fixture
+def on_h200(monkeypatch):
+    """A CUDA device that nobody has: everything that plans must be host code."""
+    monkeypatch.setattr(arch, "of_device", lambda device: arch.SM90)
+    monkeypatch.setattr(arch, "num_sms", lambda device: 132)
+    planner._split_on_device.cache_clear()
+    planner._printed.clear()
+
+    def decide(seqs, request=planner.AUTO, *, passes="fwd", heads=8, cached=None):
+        return planner.split_of_call(passes, problem_of(seqs, heads, "cuda:0"), seqs, request, on_kernels=True)
+
+    yield decide
+    planner._split_on_device.cache_clear()
+
+
+def packed(lengths, *, on_host, dtype=torch.int64):
+    cu = offsets(lengths, dtype)
+    return Sequences.build(1, sum(lengths), C, torch.empty_like(cu, device="meta"), cu if on_host else None)
+
+
+def test_lengths_on_the_host_are_planned_exactly(on_h200):
+    for dtype in (torch.int32, torch.int64):
+        split = on_h200(packed([28672, 0, 4096], on_host=True, dtype=dtype))
+        exact = plan("fwd", [28672, 0, 4096], 8)
+        assert split == Split(exact.segment_chunks, -12.0, exact.num_segments)
+    dense = on_h200(Sequences.build(2, 16384, C))
+    assert dense == plan("fwd", [16384] * 2, 8).split(-12.0)
+
+
+def test_lengths_on_the_device_are_taken_as_equal(on_h200):
+    """Nobody reads the device: meta tensors cannot be read at all."""
+    split = on_h200(packed([28672, 4096], on_host=False))
+    assert split == plan("fwd", (2, 16384), 8).split(-12.0)
+
+
+def test_offsets_changed_in_place_change_the_plan(on_h200):
+    seqs = packed([32768, 0], on_host=True)
+    before = on_h200(seqs)
+    seqs.cu_seqlens_cpu.copy_(offsets([16384, 16384]))
+    assert before == plan("fwd", [32768], 8).split(-12.0)
+    assert on_h200(seqs) == plan("fwd", [16384, 16384], 8).split(-12.0)
+
+
+def test_environment_is_part_of_the_plan(on_h200, monkeypatch):
+    seqs = Sequences.build(1, 32768, C)
+    assert on_h200(seqs).tolerance == -12.0
+    monkeypatch.setenv("FLASH_QLA_CP_TOLERANCE", "-20")
+    assert on_h200(seqs).tolerance == -20.0
+    monkeypatch.setenv("FLASH_QLA_CP_TOLERANCE", "1")
+    with pytest.raises(ValueError, match="FLASH_QLA_CP_TOLERANCE"):
+        on_h200(seqs)
+
+
+def test_requests(on_h200):
+    seqs, short = Sequences.build(1, 32768, C), Sequences.build(8, 8192, C)
+    request = context.split_request
+    assert on_h200(seqs, request(False, False, None)) is None
+    assert on_h200(short, request(True, False, None), heads=64) is None
+    assert on_h200(short, request(False, True, None), heads=64).segment_chunks < 128
+    assert on_h200(seqs, request(False, False, build_cp_context(enable_intra=True))) is not None
+    assert on_h200(seqs, request(False, False, build_cp_context(force_intra_cp=True))) is not None
+    chosen = context.FlashQLACPContext(segment_chunks=7)
+    assert on_h200(seqs, request(False, False, chosen)).segment_chunks == 7
+
+    class Fla:  # Megatron hands in FLA's context, which has none of our fields
+        group, cu_seqlens = None, None
+
+    assert on_h200(seqs, request(True, False, Fla())) == on_h200(seqs)
+    # T / N may hide one long sequence: forced means split all the same.
+    many = packed([1] * 99 + [6400], on_host=False)
+    assert on_h200(many, request(True, True, None)) is not None
+
+
+def test_new_plans_are_printed_once(on_h200, monkeypatch, capsys):
+    seqs = Sequences.build(1, 32768, C)
+    on_h200(seqs)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("FLASH_QLA_PRINT_PLAN", "1")
+    for _ in range(3):
+        on_h200(seqs)
+        on_h200(seqs, passes="bwd")
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2
+    for line, words in zip(lines, (("fwd", "fused_fwd"), ("bwd", "states"))):
+        assert all(word in line for word in (*words, "1 x 32768 tokens", "8 value heads", "sm90", "132", "predicted"))
+
+
+@pytest.mark.parametrize("on_host", [True, False], ids=["exact", "unknown"])
+def test_host_time(on_h200, on_host):
+    """Under 20 us for a plan made before, under 300 us for a new one, on a core of the usual speed that is ours."""
+    seqs = packed([32768, 8192, 100], on_host=on_host)
+    problem = problem_of(seqs, 8, "cuda:0")
+
+    def best(run, count):
+        times = []
+        for _ in range(count):
+            started = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - started)
+        return 1e6 * min(times)
+
+    def repeated():
+        return planner.split_of_call("fwd", problem, seqs, planner.AUTO, on_kernels=True)
+
+    def new():
+        planner._split_on_device.cache_clear()
+        planner.plan_lengths.cache_clear()
+        return repeated()
+
+    def loop():
+        total = 0
+        for n in range(10_000):
+            total += n * n
+
+    # A core of 3 GHz runs the loop in 500 us. This machine's cores may be slow, or shared.
+    slowness = max(1.0, best(loop, 40) / 500)
+    assert best(new, 40) < 300 * slowness
+    assert best(repeated, 200) < 20 * slowness
+
+
+# --- files of coefficients
+
+
+def test_files_are_checked(tmp_path):
+    good = "# a comment\nkernel,a,b,c,P,chunk,arch\nsolve,0.1,0,0.2,132,64,sm90\n"
+    path = tmp_path / "sm90.csv"
+    path.write_text(good)
+    assert coefs.read(path).kernels["solve"] == (0.1, 0.0, 0.2)
+    for text, words in (
+        ("kernel,a\nsolve,1\n", "columns"),
+        ("kernel,a,b,c,P,chunk,arch\n", "there must be a row"),
+        (good + "scan,0.1,0,0.2,148,64,sm100\n", "one arch"),
+        (good.replace("0.2", "-0.2"), "negative"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=words):
+            coefs.read(path)
+
+
+def test_an_unmeasured_arch_borrows_and_says_so_once():
+    coefs.load.cache_clear()
+    unmeasured = arch.ARCHS[10, 0]
+    assert coefs.find(unmeasured.name) is None
+    with pytest.warns(RuntimeWarning, match="no coefs/sm100.csv.*borrows sm90"):
+        table = coefs.load(unmeasured)
+    assert table.arch == "sm90"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert coefs.load(unmeasured) is table
+
+
+def test_siblings(tmp_path):
+    for name in ("sm80", "sm90"):
+        (tmp_path / f"{name}.csv").write_text("")
+    found = {name: coefs.sibling(arch.ARCHS[capability], [tmp_path]).name for name, capability in
+             {"ada": (8, 9), "rtx": (12, 0), "blackwell": (10, 0)}.items()}  # fmt: skip
+    assert found == {"ada": "sm80", "rtx": "sm80", "blackwell": "sm90"}
+    assert coefs.sibling(arch.SM90, [tmp_path / "none"]) is None
+
+
+def test_without_any_file_nothing_is_split(monkeypatch):
+    monkeypatch.setattr(coefs, "load", lambda _: None)
+    planner.plan_lengths.cache_clear()
+    found = plan("fwd", [32768], 8)
+    planner.plan_lengths.cache_clear()
+    assert (found.segment_chunks, found.predicted_ms) == (None, ())
+    assert "no coefficients" in found.reason
+
+
+def test_predicted_ms(monkeypatch):
+    assert planner.predicted_ms("fwd", [32768], 8, "cpu") is None
+    monkeypatch.setattr(arch, "of_device", lambda device: arch.SM90)
+    monkeypatch.setattr(arch, "num_sms", lambda device: 132)
+    times = {each: planner.predicted_ms(each, [32768], 8, torch.device("cuda")) for each in ("fwd", "bwd", "fwdbwd")}
+    assert times["fwd"] == plan("fwd", [32768], 8).total_ms
+    assert times["fwdbwd"] == times["fwd"] + times["bwd"]
+    assert planner.predicted_ms("fwd", (1, 32768), 8, "cuda") == times["fwd"]
+    monkeypatch.setattr(arch, "of_device", lambda device: arch.ARCHS[8, 9])
+    assert planner.predicted_ms("fwd", [32768], 8, "cuda") is None

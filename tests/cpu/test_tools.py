@@ -1,0 +1,207 @@
+"""The planner's tools as far as they go without a GPU: rows, the recording of launches, fit, tables."""
+
+import csv
+import sys
+from dataclasses import dataclass
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flash_qla.ops.gated_delta_rule.chunk.cp import coefs, planner
+from flash_qla.ops.gated_delta_rule.chunk.kernels import build
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _load(name):
+    sys.path.insert(0, str(ROOT / "tools"))
+    try:
+        spec = spec_from_file_location(name, ROOT / f"tools/{name}.py")
+        module = module_from_spec(spec)
+        sys.modules[name] = module  # dataclasses look their module up
+        spec.loader.exec_module(module)
+        return module
+    finally:
+        sys.path.pop(0)
+
+
+@pytest.fixture(scope="module")
+def measure():
+    return _load("measure_kernels")
+
+
+@pytest.fixture(scope="module")
+def fit():
+    return _load("fit_coefs")
+
+
+@pytest.fixture(scope="module")
+def validate(measure):
+    return _load("validate_planner")
+
+
+# --- measuring
+
+
+@pytest.mark.parametrize("quick", [True, False], ids=["quick", "full"])
+def test_rows_measure_every_kernel_of_the_planner(measure, quick):
+    """Both variants of every walk must turn up, or the fit lacks a row."""
+    names = set()
+    for row in measure.rows(quick):
+        counts = [-(-length // 64) for length in row.workload.lengths]
+        warmups = planner._warmups(row.workload.num_v_heads, -12.0, None)
+        shape = planner.Shape.of(planner._runs(counts), row.workload.num_v_heads, (128, 128), 132, warmups)
+        for passes in ("fwd", "bwd"):
+            expected = measure.planned(passes, shape, row.segment_chunks)
+            names |= {launch.kernel for launch in expected.values()}
+            assert set(expected) == {kernel for kernel in expected if kernel in _KINDS[passes]}
+    missing = set(coefs.read(ROOT / "coefs/sm90.csv").kernels) - names
+    # num_end_warpgroups chooses 2 wherever head sizes are 128
+    assert missing <= {"segment_ends_w1", "segment_ends_reverse_w1"}
+    assert len({row.id for row in measure.rows(quick)}) == len(measure.rows(quick))
+
+
+_KINDS = {
+    "fwd": {"solve", "fused_fwd", "segment_ends", "segment_scan"},
+    "bwd": {"gradients", "states", "segment_ends", "segment_scan"},
+}
+
+
+def test_recorder_sees_launches_and_leaves_no_trace(measure, monkeypatch):
+    @dataclass(frozen=True)
+    class Spec:
+        value_warpgroups: int = 2
+
+    calls = []
+
+    def make(spec): ...
+
+    make.__module__ = "somewhere.kernels.fused_fwd"
+    key = (make, Spec(), "sm90")
+    monkeypatch.setattr(build, "_kernels", {})
+
+    def call():
+        kernel = build._kernels.setdefault(key, lambda *args: calls.append(args))
+        kernel(1, 2)
+        kernel(3)
+
+    launches = measure.record(call)
+    assert [(each[0], each[2]) for each in launches] == [(key, (1, 2)), (key, (3,))]
+    assert calls == [(1, 2), (3,)] * 2
+    assert measure.kind(key) == "fused_fwd"
+    assert not isinstance(build._kernels[key], measure.Recorder)
+
+
+def test_kinds_are_the_kernels_modules(measure):
+    for module, name, kind in (
+        *((name, "make", name) for name in ("solve", "states", "gradients")),
+        ("segments", "make", "segment_ends"),
+        ("segments", "make_scan", "segment_scan"),
+    ):
+        key = (SimpleNamespace(__module__=f"a.{module}", __name__=name), None, "sm90")
+        assert measure.kind(key) == kind
+
+
+# --- fitting
+
+
+@settings(max_examples=50)
+@given(
+    true=st.tuples(*(st.sampled_from([0.0, 0.1, 1.0, 5.0]) for _ in range(3))).filter(any),
+    seed=st.integers(0, 100),
+)
+def test_exact_data_give_their_coefficients(true, seed):
+    fit = _load("fit_coefs")
+    generator = np.random.default_rng(seed)
+    depth, ctas = generator.integers(1, 500, 20).astype(float), generator.integers(1, 3000, 20).astype(float)
+    ms = true[0] * depth + true[1] * ctas + true[2]
+    found = fit.fit("walk", depth, ctas, ms)
+    np.testing.assert_allclose((found.a_ms, found.b_ms, found.c_ms), true, rtol=1e-6, atol=1e-7)
+    assert np.abs(found.errors).max() < 1e-6
+
+
+def test_coefficients_are_never_negative(fit):
+    """Times that fall with the number of CTAs: its coefficient is 0, and the others fit what is left."""
+    depth, ctas = np.array([1.0, 2, 3, 4, 5]), np.array([50.0, 40, 30, 20, 10])
+    found = fit.fit("walk", depth, ctas, 2 * depth - 0.01 * ctas + 1)
+    assert min(found.a_ms, found.b_ms, found.c_ms) >= 0
+    assert np.abs(found.errors).max() < 0.2
+    with pytest.raises(ValueError, match="3 launches"):
+        fit.fit("walk", depth[:3], ctas[:3], depth[:3])
+
+
+def launches(path, arch="sm90", kernels=("solve", "fused_fwd_w2")):
+    lines = [f"# arch: {arch}", "# P: 132", "# chunk: 64", "# gpu: a card", "kernel,depth,ctas,ms"]
+    for kernel in kernels:
+        lines += [f"{kernel},{n},{3 * n + n % 2},{0.002 * n + 0.004}" for n in range(1, 9)]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_fit_writes_what_the_planner_reads(fit, tmp_path, capsys):
+    measured, out, picture = launches(tmp_path / "m.csv"), tmp_path / "sm90.csv", tmp_path / "fit.png"
+    out.write_text("kernel,a,b,c,P,chunk,arch\nsolve,9,9,9,132,64,sm90\ngradients,1,0,2,132,64,sm90\n")
+    assert fit.main([str(measured), "--out", str(out), "--plot", str(picture), "--dry-run"]) == 0
+    assert "gradients,1,0,2" in out.read_text()
+    assert "# gpu" not in out.read_text()
+    assert fit.main([str(measured), "--out", str(out), "--plot", str(picture)]) == 0
+    table = coefs.read(out)
+    assert table.kernels["fused_fwd_w2"] == pytest.approx((0.002, 0, 0.004), abs=1e-7)
+    assert table.kernels["gradients"] == (1, 0, 2)
+    text = out.read_text()
+    assert all(words in text for words in ("# gpu: a card", "# relative errors", "kept: gradients"))
+    assert picture.stat().st_size > 1000
+    assert "fused_fwd_w2" in capsys.readouterr().out
+
+
+def test_files_of_two_cards_are_refused(fit, tmp_path):
+    files = [launches(tmp_path / "a.csv"), launches(tmp_path / "b.csv", arch="sm100")]
+    with pytest.raises(SystemExit, match="another card"):
+        fit.main([*map(str, files), "--dry-run"])
+
+
+# --- comparing
+
+
+def test_problems_are_new_to_the_fit(measure, validate):
+    seen = {row.workload.id for row in measure.rows(False)} | {row.workload.id for row in measure.rows(True)}
+    problems = validate.problems(quick=False)
+    assert len(problems) >= 60
+    assert not seen & {each.id for each in problems}
+
+
+def test_tables(validate, tmp_path):
+    line = dict.fromkeys(validate.COLUMNS, "0.01") | {"passes": "fwd", "gates": "mild", "lengths": "3000x1"}
+    lines = [line | {"regret": "0.02"}, line | {"regret": "0.09"}, line | {"gates": "none", "regret": "0.5"}]
+    validate.write_markdown(tmp_path / "a.md", {"gpu": "a card"}, lines)
+    text = (tmp_path / "a.md").read_text()
+    assert "| fwd | mild | 2 | 5.5% | 9.0% | 1 | 1.0% | 1.0% | 0 |" in text
+    assert "| fwd | none | 1 | 50.0% | 50.0% | 1 |" in text
+    assert "gpu a card" in text
+
+
+def test_the_committed_planner_is_near_the_best_measured_candidate(validate):
+    """Today's planner and coefficients on the H200's recorded times; a change that chooses worse shows here."""
+    meta, lines = validate.replan(ROOT / "benchmark/results/planner_H200.csv")
+    assert "H200" in meta["gpu"]
+    regrets = {
+        passes: [float(x["regret"]) for x in lines if (x["passes"], x["gates"]) == (passes, "mild")]
+        for passes in ("fwd", "bwd")
+    }
+    assert min(map(len, regrets.values())) >= 60
+    assert max(regrets["fwd"]) <= 0.08
+    assert sum(x > 0.08 for x in regrets["bwd"]) <= 1 and max(regrets["bwd"]) <= 0.10
+    assert max(float(x["informed_regret"]) for x in lines) <= 0.15
+
+
+def test_committed_coefficients_say_where_they_come_from():
+    text = (ROOT / "coefs/sm90.csv").read_text()
+    rows = list(csv.DictReader(line for line in text.splitlines() if not line.startswith("#")))
+    assert text.startswith("#")
+    assert {row["arch"] for row in rows} == {"sm90"}
+    assert "H200" in text.split("kernel,", 1)[0]
