@@ -99,35 +99,11 @@ __device__ __forceinline__ void store_columns(void* tile, void const* fragment, 
 """
 
 
-def load_tile(fragment, ring, stage, col=0):
-    """Call expression: fragment = ring[stage, :, col : col + 64] (col a multiple of 64)."""
-    return T.call_extern("void", "flash_qla::load_tile", fragment.access_ptr("w"), T.address_of(ring[stage, 0, col]))
-
-
 def load_tile_transposed(fragment, ring, stage):
     """Call expression: fragment = transpose of ring[stage], 64 columns wide."""
     # access_ptr, not address_of: TileLang takes the latter for a possible store and fences the next wgmma.
     tile = ring.access_ptr("r", offset=stage * (64 * 64))
     return T.call_extern("void", "flash_qla::load_transposed", fragment.access_ptr("w"), tile)
-
-
-def store_tile(ring, stage, fragment, col=0):
-    """Call expression: ring[stage, :, col : col + 64] = fragment. The caller fences before wgmma reads it elsewhere."""
-    return T.call_extern("void", "flash_qla::store_tile", T.address_of(ring[stage, 0, col]), fragment.access_ptr("r"))
-
-
-def store_part(tile, fragment, part):
-    """Call expression: tile[:, 64 part : 64 part + 64] = fragment[:, 64 part : 64 part + 64], both 64 rows.
-
-    "r" although it stores: TileLang would fence the next wgmma, which does not read the tile. The caller fences.
-    """
-    target = tile.access_ptr("r", offset=part * 64)
-    return T.call_extern("void", "flash_qla::store_part", target, fragment.access_ptr("r"), part)
-
-
-def zero_rows_from(ring, stage, first, cols):
-    """Call expression: ring[stage, first:, :] = 0 by one warpgroup (the swizzle stays in a row). The caller fences."""
-    return T.call_extern("void", "flash_qla::zero_rows_from", T.address_of(ring[stage, 0, 0]), first, cols // 64)
 
 
 STORE_SOURCE = r"""
@@ -148,7 +124,7 @@ __device__ __forceinline__ void store_tile_lean(void* tile, void const* fragment
 
 
 def store_tile_unfenced(ring, stage, fragment):
-    """`store_tile` for a 64-column ring that no product of the storing role reads.
+    """Call expression: ring[stage] = fragment, 64 columns wide, for a ring that no product of the storing role reads.
 
     "r" although it stores: TileLang would fence that role's next wgmma. The caller fences before it hands over.
     """
@@ -157,7 +133,7 @@ def store_tile_unfenced(ring, stage, fragment):
 
 
 def store_columns(tile, fragment, part):
-    """Call expression: `store_part` with the address made on the spot (LEAN_SOURCE, COLUMNS_SOURCE)."""
+    """Call expression: columns 64 part to 64 part + 63 of tile = those of fragment, 64 rows (needs COLUMNS_SOURCE)."""
     target = tile.access_ptr("r", offset=part * 64)
     return T.call_extern("void", "flash_qla::store_columns", target, fragment.access_ptr("r"), part)
 
