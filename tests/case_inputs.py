@@ -103,6 +103,20 @@ def check(inputs: Inputs, *, gradients: bool = True, caps=None, label="", **opti
     return actual
 
 
+def capture(call):
+    """Warms up on a side stream and captures, as PyTorch's notes ask for."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = call()
+    return graph, outputs
+
+
 def truth_of_activations(inputs, A_log, dt_bias, sigmoid, negative, l2norm):
     """The float64 recurrence on activations applied outside, and its gradients for what the user handed in."""
     leaves = {n: getattr(inputs, n).double().clone().requires_grad_() for n in INPUT_NAMES}

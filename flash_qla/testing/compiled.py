@@ -38,9 +38,11 @@ class Variant:
     arch: object
 
     @property
-    def pass_configs(self) -> dict | None:
-        """What the kernel's module compiles with; None for the default of `build.py`."""
-        return getattr(sys.modules[self.make.__module__], "PASS_CONFIGS", None)
+    def pass_configs(self) -> dict:
+        """What the kernel compiles with (`build.pass_configs`)."""
+        from flash_qla.ops.gated_delta_rule.chunk.kernels import build
+
+        return build.pass_configs(self.make)
 
     @property
     def known_spill_bytes(self) -> int:
@@ -118,7 +120,7 @@ def sources(variant: Variant) -> tuple[str, str]:
     """Lowers a variant (or reads it from TileLang's disk cache). Returns the CUDA source and the host stub's source."""
     from flash_qla.ops.gated_delta_rule.chunk.kernels import build
 
-    kernel = build.compile_now(variant.make, variant.spec, variant.arch, variant.pass_configs)
+    kernel = build.compile_now(variant.make, variant.spec, variant.arch)
     return kernel.get_kernel_source(), kernel.get_host_source()
 
 
@@ -136,7 +138,7 @@ def dynamic_smem(device_source: str, host_source: str) -> int:
     return int(values[-1])
 
 
-def ptxas(device_source: str, target: str, pass_configs: dict | None) -> str:
+def ptxas(device_source: str, target: str, pass_configs: dict) -> str:
     """Compiles a source with the flags that TileLang uses and returns what ptxas says; kept in the cache folder.
 
     Raises:
@@ -164,10 +166,7 @@ def ptxas(device_source: str, target: str, pass_configs: dict | None) -> str:
     return done.stderr
 
 
-def _flags(target: str, pass_configs: dict | None) -> list[str]:
-    from flash_qla.ops.gated_delta_rule.chunk.kernels import build
-
-    configs = build.ROLE_PASS_CONFIGS if pass_configs is None else pass_configs
+def _flags(target: str, configs: dict) -> list[str]:
     number = target.removeprefix("sm_")
     flags = ["-O3", "-lineinfo", "-std=c++20", "-gencode", f"arch=compute_{number},code=sm_{number}", "-Xptxas", "-v"]
     if configs.get("tl.enable_fast_math"):

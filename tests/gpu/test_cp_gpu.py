@@ -12,7 +12,7 @@ from flash_qla.ops.gated_delta_rule.chunk import replay
 from flash_qla.ops.gated_delta_rule.chunk.cp import FlashQLACPContext, build_cp_context, planner
 from flash_qla.testing.compare import assert_close_per_head, block_errors, chunked_reference, head_errors
 from flash_qla.testing.workloads import make_inputs
-from tests.case_inputs import INPUT_NAMES, assert_same_bits, gradient_name, run_public, truth
+from tests.case_inputs import INPUT_NAMES, assert_same_bits, capture, gradient_name, run_public, truth
 
 BF16, FP32 = torch.bfloat16, torch.float32
 # Off against on, per 64-row block: bf16 rounding and no more.
@@ -196,15 +196,7 @@ def test_graph_follows_the_offsets(passes):
         o, ht = flash_qla.chunk_gated_delta_rule(**leaves.kwargs, **options)
         return o, ht, *torch.autograd.grad([o, ht], tensors, [inputs.do, inputs.dht])
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outputs = call()
+    graph, outputs = capture(call)
     names = ("o", "ht", *map(gradient_name, INPUT_NAMES))[: len(outputs)]
     for lengths in (captured, [8192, 0, 0, 0], [0, 5, 8187, 0], [100, 0, 1, 700], [0] * 4):
         cu = torch.tensor([0, *accumulate(lengths)], dtype=leaves.cu_seqlens.dtype, device="cuda")

@@ -10,7 +10,7 @@ import torch
 import flash_qla
 from flash_qla.testing.compare import assert_close_per_head
 from flash_qla.testing.workloads import make_inputs
-from tests.case_inputs import INPUT_NAMES, assert_same_bits, gradient_name, run_public, truth
+from tests.case_inputs import INPUT_NAMES, assert_same_bits, capture, gradient_name, run_public, truth
 
 BF16 = torch.bfloat16
 LENGTHS = [1000, 0, 24, 777, 1]
@@ -70,20 +70,6 @@ def test_no_synchronisation_of_new_shapes():
         results = [run_public(inputs) for inputs in fresh]
     for inputs, actual in zip(fresh, results, strict=True):
         assert_close_per_head(actual, truth(inputs), BF16)
-
-
-def capture(call):
-    """Warms up on a side stream and captures, as PyTorch's notes ask for."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outputs = call()
-    return graph, outputs
 
 
 # N = 16 slots within T = 4096.

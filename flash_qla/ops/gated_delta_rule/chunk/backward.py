@@ -34,9 +34,7 @@ def backward(
     else:
         if entering is None or entering.split != split:
             entering = stages.entering_states(k, v, T_inv, g_cumsum, beta, h0, seqs, split, for_backward=True)
-        leaving = stages.leaving_cotangents(
-            q, k, T_inv, g_cumsum, beta, do, dht, problem.scale, seqs, split, entering
-        )  # fmt: skip
+        leaving = stages.leaving_cotangents(q, k, T_inv, g_cumsum, beta, do, dht, problem.scale, seqs, split, entering)
     S, dS = stages.backward_states(
         q, k, v, T_inv, g_cumsum, beta, do, problem.scale, h0, dht, problem.k_first(dh0), seqs, entering, leaving
     )

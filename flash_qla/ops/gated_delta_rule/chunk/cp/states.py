@@ -22,6 +22,4 @@ def plan_split(passes: str, problem, seqs, request: planner.Request, stages, cac
         stages: from `stages_for`.
         cached: segment length whose forward results are at hand (bwd).
     """
-    return planner.split_of_call(
-        passes, problem, seqs, request, on_kernels=stages is not segments, cached=cached
-    )  # fmt: skip
+    return planner.split_of_call(passes, problem, seqs, request, on_kernels=stages is not segments, cached=cached)

@@ -33,7 +33,7 @@ def target(arch: Arch) -> dict:
     return {"kind": "cuda", "arch": arch.target}
 
 
-def build(make, spec, arch: Arch, pass_configs: dict | None = None):
+def build(make, spec, arch: Arch):
     """Returns a callable that launches `make(spec)`; compiles (or loads from disk) at its first use, thread-safe."""
     key = (make, spec, arch.name)
     kernel = _kernels.get(key)
@@ -43,7 +43,7 @@ def build(make, spec, arch: Arch, pass_configs: dict | None = None):
         with variant_lock:
             kernel = _kernels.get(key)
             if kernel is None:
-                compiled = compile_now(make, spec, arch, pass_configs)
+                compiled = compile_now(make, spec, arch)
                 _compiled.append(compiled)
                 kernel = _kernels[key] = _entry_point(compiled)
     return kernel if _recorder.launches is None else _Recorded(kernel, _recorder.launches)
@@ -96,13 +96,17 @@ def build_all(variants, arch: Arch, jobs: int | None = None) -> int:
     return compile_count() - before
 
 
-def compile_now(make, spec, arch: Arch, pass_configs: dict | None = None):
+def pass_configs(make) -> dict:
+    """What a kernel compiles with: its module's PASS_CONFIGS, ROLE_PASS_CONFIGS where it has none."""
+    return getattr(sys.modules[make.__module__], "PASS_CONFIGS", ROLE_PASS_CONFIGS)
+
+
+def compile_now(make, spec, arch: Arch):
     """Lowers and compiles without the in-process cache (tools and the lowering test call this; needs no GPU)."""
     os.environ.setdefault("TILELANG_PRINT_ON_COMPILATION", "0")
     import tilelang
 
-    configs = pass_configs or getattr(sys.modules[make.__module__], "PASS_CONFIGS", ROLE_PASS_CONFIGS)
-    return tilelang.compile(make(spec), target=target(arch), pass_configs=configs)
+    return tilelang.compile(make(spec), target=target(arch), pass_configs=pass_configs(make))
 
 
 def compile_count() -> int:

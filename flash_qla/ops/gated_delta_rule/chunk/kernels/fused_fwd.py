@@ -648,7 +648,7 @@ def launch_spec(spec, o, ht, h, q, k, v, T_inv, g_cumsum, beta, scale, h0, seqs,
     starts, segment_tokens, num_slots = launch.segment_arguments(
         seqs, entering, device, v.shape[2], spec.head_dim_v, spec.head_dim_k
     )
-    kernel = build(make, spec, archs.of_device(device), PASS_CONFIGS)
+    kernel = build(make, spec, archs.of_device(device))
     q, k, v, target = (launch.tma_ready(x) for x in (q, k, v, o))
     kernel(
         q, k, v, T_inv, g_cumsum, beta, h0, starts, cu, target, ht, h, scale, seqs.num_seqs, cu_step, seq_len,

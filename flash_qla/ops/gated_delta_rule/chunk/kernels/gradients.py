@@ -751,7 +751,7 @@ def gradients(dq, dk, dv, dbeta, dg, q, k, v, T_inv, g_cumsum, beta, do, scale, 
     device, names = v.device, launch.DTYPE_NAMES
     spec = Spec(names[q.dtype], names[beta.dtype], q.shape[3], v.shape[3])
     cu, cu_step, seq_len = launch.cu_arguments(seqs, device)
-    kernel = build(make, spec, archs.of_device(device), PASS_CONFIGS)
+    kernel = build(make, spec, archs.of_device(device))
     kernel(
         q, k, v, T_inv, g_cumsum, beta, do, S, dS, cu, dq, dk, dv, dbeta, dg,
         scale, v.shape[2] // q.shape[2], seqs.num_seqs, cu_step, seq_len,

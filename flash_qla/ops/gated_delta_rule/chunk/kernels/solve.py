@@ -481,7 +481,7 @@ def solve(k: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, seqs: Sequences)
     T_inv = torch.empty((*g.shape, CHUNK_SIZE), dtype=k.dtype, device=k.device)
     products = products_of(g.shape[2] // k.shape[2])
     spec = Spec(DTYPE_NAMES[k.dtype], DTYPE_NAMES[g.dtype], DTYPE_NAMES[beta.dtype], k.shape[-1], products)
-    kernel = build(make, spec, arch_table.of_device(k.device), PASS_CONFIGS)
+    kernel = build(make, spec, arch_table.of_device(k.device))
     cu, cu_step, seq_len = cu_arguments(seqs, k.device)
     quads = -(-g.shape[2] // WARPS)
     tasks = seqs.max_slots * quads

@@ -614,7 +614,7 @@ def backward_states(
         launch.DTYPE_NAMES[dht_dtype],
         launch.num_value_warpgroups(2 * launch.num_walks(seqs, entering) * Hv, V, archs.num_sms(device)),
     )  # fmt: skip
-    kernel = build(make, spec, archs.of_device(device), PASS_CONFIGS)
+    kernel = build(make, spec, archs.of_device(device))
     h0 = launch.placeholder(device, h0_dtype, Hv, K, V) if h0 is None else h0
     dht = launch.placeholder(device, dht_dtype, Hv, K, V) if dht is None else dht
     dh0 = launch.placeholder(device, h0_dtype, Hv, K, V) if dh0 is None else dh0

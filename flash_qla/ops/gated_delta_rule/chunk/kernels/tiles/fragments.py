@@ -156,7 +156,7 @@ __device__ __forceinline__ void load_tile_lean(void* fragment, void const* tile)
 
 
 def load_tile_unfenced(fragment, ring, stage):
-    """`load_tile` of a 64-column ring, without TileLang's fence before the role's next wgmma."""
+    """Call expression: fragment = ring[stage], 64 columns wide, without TileLang's fence before the next wgmma."""
     tile = ring.access_ptr("r", offset=stage * (64 * 64))
     return T.call_extern("void", "flash_qla::load_tile_lean", fragment.access_ptr("w"), tile)
 
