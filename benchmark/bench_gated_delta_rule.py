@@ -181,6 +181,8 @@ def warm(rows, options, folder: Path, progress) -> None:
     jobs: dict[tuple, list[Workload]] = {}
     for row in sorted(rows, key=lambda row: row.num_tokens):
         for library in (name for name in ("ours", "original", "fla") if name in options.libraries):
+            if _not_asked(library, row, options):
+                continue
             members = jobs.setdefault((library, row.passes, row.num_k_heads, row.num_v_heads), [])
             if row.num_tokens <= WARM_MAX_TOKENS and not (library == "fla" and members):
                 members.append(row)
@@ -210,7 +212,8 @@ def measure(rows, workers, options, records, save, progress_bar) -> list[str]:
                 break
             new = []
             for library, worker in workers.items():
-                answer = {"absent": worker.absent} if worker.absent else worker.run(row, "measure")
+                absent = worker.absent or _not_asked(library, row, options)
+                answer = {"absent": absent} if absent else worker.run(row, "measure")
                 new.append(to_record(row, library, answer))
             records += new
             del left_out[row.id]
@@ -221,11 +224,18 @@ def measure(rows, workers, options, records, save, progress_bar) -> list[str]:
     return list(left_out)
 
 
-def take_up(path: Path, rows, workers, meta) -> list[make_report.Record]:
+def _not_asked(library: str, row: Workload, options) -> str | None:
+    """Why a library that is there is not measured on a row, None when it is."""
+    if library == "fla" and row.passes not in options.fla_passes:
+        return "not asked for (--fla-passes)"
+    return None
+
+
+def take_up(path: Path, rows, workers, meta, options) -> list[make_report.Record]:
     """Returns the records of an earlier run's CSV that need not be measured again: of rows that are complete.
 
-    Complete: every library that is there now has a measured time. A row is measured again as a whole, because both
-    sides of a speed-up belong in one minute. Another commit or GPU is another result set.
+    Complete: every library that is there now, and asked, has a measured time. A row is measured again as a whole,
+    because both sides of a speed-up belong in one minute. Another commit or GPU is another result set.
 
     Raises:
         SystemExit: the earlier run's commit or GPU differs.
@@ -237,10 +247,10 @@ def take_up(path: Path, rows, workers, meta) -> list[make_report.Record]:
         if earlier.get(key) != meta[key]:
             sys.exit(f"--resume {path}: its {key} is {earlier.get(key)!r}, this run's is {meta[key]!r}; start afresh")
     present = {library for library, worker in workers.items() if worker.absent is None}
-    ids = {row.id for row in rows}
-    measured = [r for r in records if r.source == "measured" and r.row in ids]
-    libraries = {id: {r.library for r in measured if r.row == id} for id in ids}
-    kept = [r for r in measured if present <= libraries[r.row]]
+    wanted = {row.id: {name for name in present if not _not_asked(name, row, options)} for row in rows}
+    measured = [r for r in records if r.source == "measured" and r.row in wanted]
+    libraries = {id: {r.library for r in measured if r.row == id} for id in wanted}
+    kept = [r for r in measured if wanted[r.row] <= libraries[r.row]]
     meta["resumed"] = f"{len({r.row for r in kept})} rows from the run of {earlier.get('date', 'an unknown date')}"
     if "resumed" in earlier:
         meta["resumed"] += f" ({earlier['resumed']})"
@@ -383,6 +393,10 @@ def parse(argv=None) -> argparse.Namespace:
         help="TileLang cache of the original's process alone (it compiles for minutes where this is empty)",
     )  # fmt: skip
     parser.add_argument("--fla", default=os.environ.get("PEER_FLA"), metavar="PATH", help="flash_linear_attention's")
+    parser.add_argument(
+        "--fla-passes", default=",".join(PASSES),
+        help="passes that FLA is measured on: it compiles 30 candidates and more for each pair of heads and pass",
+    )  # fmt: skip
     parser.add_argument("--recorded", type=Path, help="recorded FlashInfer times (the H200's on an H200 if not given)")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmark/results", help="folder of the results")
     parser.add_argument("--suffix", help="of the file names (default: the GPU's last word, H200)")
@@ -404,8 +418,10 @@ def parse(argv=None) -> argparse.Namespace:
     if options.quick:
         options.set = "quick"
     options.libraries = ["ours", *filter(None, options.baselines.split(","))]
+    options.fla_passes = options.fla_passes.split(",")
     for name, values, known in (
         ("--passes", options.passes.split(","), PASSES),
+        ("--fla-passes", options.fla_passes, PASSES),
         ("--baselines", options.libraries[1:], LIBRARIES[1:]),
     ):
         unknown = sorted(set(values) - set(known))
@@ -443,7 +459,7 @@ def _run(rows, options, folder: Path) -> int:
         records = []
         earlier = Path(options.resume) if options.resume else path
         if options.resume is not None and earlier.exists():
-            records = take_up(earlier, rows, workers, meta)
+            records = take_up(earlier, rows, workers, meta, options)
             rows = [row for row in rows if all(record.row != row.id for record in records)]
         if options.jobs and options.device != "cpu":
             warm(rows, options, folder, lambda text: print(text, flush=True))

@@ -27,9 +27,17 @@ VARIABLES = {
 }
 
 
+_KEYS = {name: getattr(os.environ, "encodekey", str)(name) for name in VARIABLES}
+
+
 def read(name: str) -> str:
     """Returns the variable's current value, or its default. Unknown names raise KeyError (a typo in our code)."""
-    return os.environ.get(name, VARIABLES[name][0])
+    default = VARIABLES[name][0]
+    # os.environ raises and catches an error for a variable that is not set: 3 us, several of them a call.
+    held = getattr(os.environ, "_data", None)
+    if held is not None and _KEYS[name] not in held:
+        return default
+    return os.environ.get(name, default)
 
 
 def backend() -> str:

@@ -40,10 +40,11 @@ def _poisoned(function):
 
 @pytest.fixture(scope="session", autouse=True)
 def poisoned_empty():
-    """`torch.empty`, `empty_like` and `Tensor.new_empty` called inside flash_qla return NaN all session long."""
+    """`torch.empty`, `empty_like`, `empty_strided`, `Tensor.new_empty` inside flash_qla return NaN all session long."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "empty", _poisoned(torch.empty))
         patch.setattr(torch, "empty_like", _poisoned(torch.empty_like))
+        patch.setattr(torch, "empty_strided", _poisoned(torch.empty_strided))
         patch.setattr(torch.Tensor, "new_empty", _poisoned(torch.Tensor.new_empty))
         yield
 

@@ -54,15 +54,15 @@ def main(argv=None) -> int:
 
     table = coefs.load(arch.SM90)
     num_sms, key = table.num_sms, (1, options.tokens)
-    warmups = planner._warmups(options.heads, -12.0, None)
-    shape = planner.Shape.of(planner._chunk_runs(key), options.heads, (128, 128), num_sms, warmups)
+    warmups = planner.head_warmups(options.heads, -12.0, None)
+    shape = planner.Shape.of(planner.key_runs(key), options.heads, (128, 128), num_sms, warmups)
     plans = [
         planner.plan_lengths("fwd", key, options.heads, (128, 128), arch.SM90, num_sms, -12.0, request)
         for request in (planner.NO_SPLIT, planner.AUTO)
     ]
     figure, panels = plt.subplots(2, 1, figsize=(9, 5), sharex=True, sharey=True)
     for axes, plan in zip(panels, plans):
-        each = [planner._common_launch("fwd", shape), *planner._forward_launches(shape, plan.segment_chunks)]
+        each = [planner.common_launch("fwd", shape), *planner.forward_launches(shape, plan.segment_chunks)]
         for kind, start, _, busy in bars(plan, {x.kernel: x for x in each}, table, num_sms):
             axes.barh(range(num_sms), busy, left=start, height=1.0, color=COLOURS[kind])
         split = f"{plan.num_segments} segments of {plan.segment_chunks} chunks" if plan.segment_chunks else "not split"

@@ -90,8 +90,8 @@ def read(paths) -> tuple[dict[str, str], list[dict]]:
 
 
 def fit_all(rows) -> list[Fit]:
-    """Fits every kernel that was measured."""
-    fits = []
+    """Fits every kernel that was measured; a launch with nothing to walk would only measure what a launch costs."""
+    rows, fits = [row for row in rows if float(row["depth"]) > 0], []
     for kernel in dict.fromkeys(row["kernel"] for row in rows):
         depth, ctas, ms = (
             np.array([float(row[name]) for row in rows if row["kernel"] == kernel]) for name in ("depth", "ctas", "ms")

@@ -49,6 +49,13 @@ SEGMENT_CHUNKS = (4, 8, 16, 32, 64, 128, 256)
 QUICK_SEGMENT_CHUNKS = (4, 16, 32, 64)
 # The walks of splits that nobody would choose are not worth the time.
 MAX_SEGMENTS = 160
+# What the gates may be like. Those of heads that never or quickly decay are measured where sequences are split.
+GATES = {
+    "mild": "the published comparison's gates: a quarter of the heads at 0, logsigmoid(normal)/16",
+    "fast": "every head: softplus(normal), 50 a chunk",
+    "none": "no head decays",
+}
+OTHER_GATES_HEADS = (8, 32)
 REPLAYS, QUICK_REPLAYS = 11, 5
 # A card that was idle is not yet at its clock.
 WARM_UP_S = 1.0
@@ -56,14 +63,16 @@ WARM_UP_S = 1.0
 
 @dataclass(frozen=True)
 class Row:
-    """Attributes: workload; segment_chunks (None: no split)."""
+    """Attributes: workload; segment_chunks (None: no split); gates (of GATES)."""
 
     workload: Workload
     segment_chunks: int | None
+    gates: str = "mild"
 
     @property
     def id(self) -> str:
-        return f"{self.workload.id.removeprefix('fwd-')}-{self.segment_chunks or 'whole'}"
+        gates = "" if self.gates == "mild" else f"-{self.gates}"
+        return f"{self.workload.id.removeprefix('fwd-')}-{self.segment_chunks or 'whole'}{gates}"
 
 
 def rows(quick: bool) -> list[Row]:
@@ -79,59 +88,56 @@ def rows(quick: bool) -> list[Row]:
                 continue
             workload = Workload([tokens] * count, num_k_heads, num_v_heads)
             found.append(Row(workload, None))
-            for segment_chunks in segments:
-                if segment_chunks < chunks and chunks * count // segment_chunks <= MAX_SEGMENTS:
-                    found.append(Row(workload, segment_chunks))
+            lengths_of_segments = [
+                each for each in segments if each < chunks and chunks * count // each <= MAX_SEGMENTS
+            ]
+            for gates in GATES:
+                if gates == "mild" or num_v_heads in OTHER_GATES_HEADS:
+                    found += [Row(workload, each, gates) for each in lengths_of_segments]
     return found
 
 
-class Recorder:
-    """Stands in for a compiled kernel: launches it and remembers with what."""
-
-    def __init__(self, key, kernel, launches):
-        self.key, self.kernel, self.launches = key, kernel, launches
-
-    def __call__(self, *args):
-        self.launches.append((self.key, self.kernel, args))
-        return self.kernel(*args)
+def with_gates(x, gates: str):
+    """The inputs with other gates (of GATES)."""
+    if gates == "mild":
+        return x
+    if gates == "none":
+        return dataclasses.replace(x, g=torch.zeros_like(x.g))
+    generator = torch.Generator(x.g.device).manual_seed(1)
+    noise = torch.randn(x.g.shape, generator=generator, device=x.g.device, dtype=x.g.dtype)
+    return dataclasses.replace(x, g=-torch.nn.functional.softplus(noise))
 
 
 def record(call) -> list[tuple]:
     """Runs a call; returns (key, kernel, arguments) of each launch in order."""
     call()  # compiles
-    launches, kernels = [], dict(build._kernels)
-    build._kernels.update({key: Recorder(key, kernel, launches) for key, kernel in kernels.items()})
-    try:
+    with build.record_launches() as launches:
         call()
-    finally:
-        build._kernels.update(kernels)
     return launches
 
 
 def kind(key) -> str:
     """The kernel of a launch in the planner's terms, without variant and direction."""
-    module, name = key[0].__module__.rpartition(".")[2], key[0].__name__
-    if module == "segments":
-        return "segment_scan" if name == "make_scan" else "segment_ends"
-    return module
+    module = key[0].__module__.rpartition(".")[2]
+    return {"segments": "segment_scan", "ends": "segment_ends"}.get(module, module)
 
 
 def shape_of(workload: Workload, x) -> planner.Shape:
     """What the planner makes of a workload when it knows the gates."""
     chunks = [-(-length // planner.CHUNK_SIZE) for length in x.lengths]
     decays = build_cp_context(x.cu_seqlens, g=x.g).decays
-    warmups = planner._warmups(workload.num_v_heads, env.cp_tolerance(), decays)
+    warmups = planner.head_warmups(workload.num_v_heads, env.cp_tolerance(), decays)
     dims = workload.head_dim_k, workload.head_dim_v
-    return planner.Shape.of(planner._runs(chunks), workload.num_v_heads, dims, arch.num_sms(x.q.device), warmups)
+    return planner.Shape.of(planner.length_runs(chunks), workload.num_v_heads, dims, arch.num_sms(x.q.device), warmups)
 
 
 def planned(passes: str, shape: planner.Shape, segment_chunks: int | None) -> dict[str, cost.Launch]:
     """The planner's launches of a pass by kind (the backward with the forward's results at hand)."""
-    common = planner._common_launch(passes, shape)
+    common = planner.common_launch(passes, shape)
     if passes == "fwd":
-        others = planner._forward_launches(shape, segment_chunks)
+        others = planner.forward_launches(shape, segment_chunks)
     else:
-        others = planner._backward_launches(shape, segment_chunks, segment_chunks)
+        others = planner.backward_launches(shape, segment_chunks, segment_chunks)
     return {re.sub(r"(_reverse)?(_w\d)?$", "", each.kernel): each for each in (common, *others)}
 
 
@@ -142,12 +148,12 @@ def calls(x, segment_chunks: int | None, forward_chunks: int | None = None):
     # A forward keeps its results only where the backward would split alike, and both are told by one context.
     before = FlashQLACPContext(segment_chunks=forward_chunks or segment_chunks)
 
-    def forward(cp_context=context):
+    def forward(cp_context=context, keep=False):
         return flash_qla.chunk_gated_delta_rule_fwd(
-            x.q, x.k, x.v, x.g, x.beta, enable_fwd_cp_cache=True, cp_context=cp_context, **arguments
+            x.q, x.k, x.v, x.g, x.beta, enable_fwd_cp_cache=keep, cp_context=cp_context, **arguments
         )
 
-    g_cumsum, T_inv, _, _, _, cache = forward(before)
+    g_cumsum, T_inv, _, _, _, cache = forward(before, keep=True)
 
     def backward():
         return flash_qla.chunk_gated_delta_rule_bwd(
@@ -159,6 +165,7 @@ def calls(x, segment_chunks: int | None, forward_chunks: int | None = None):
 
 def measure(row: Row, sets, replays: int, only: str = "") -> list[dict]:
     """Times every launch of one row whose kernel matches the pattern `only`."""
+    sets = [with_gates(x, row.gates) for x in sets]
     shape, lines, done = shape_of(row.workload, sets[0]), [], set()
     by_set = [calls(x, row.segment_chunks) for x in sets]
     for passes in ("fwd", "bwd"):
@@ -187,7 +194,7 @@ def measure(row: Row, sets, replays: int, only: str = "") -> list[dict]:
                     "num_k_heads": row.workload.num_k_heads,
                     "num_v_heads": row.workload.num_v_heads,
                     "lengths": row.workload.lengths_id,
-                    "gate_profile": row.workload.gate_profile,
+                    "gate_profile": row.gates,
                     "segment_chunks": row.segment_chunks or 0,
                     "passes": passes,
                 }

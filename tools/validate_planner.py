@@ -17,7 +17,6 @@ import re
 import statistics
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,11 +36,6 @@ from flash_qla.testing.workloads import Workload  # noqa: E402
 HEADS = ((1, 4), (2, 6), (2, 8), (4, 12), (4, 16), (8, 24), (8, 32), (16, 32), (16, 48), (16, 64))
 LENGTHS = ([3000], [6144], [12000], [24576], [65536], [20000, 3000], [6000] * 3)
 QUICK_LENGTHS = LENGTHS[1:4]
-PROFILES = {
-    "mild": "the published comparison's gates: a quarter of the heads at 0, logsigmoid(normal)/16",
-    "fast": "every head: softplus(normal), 50 a chunk",
-    "none": "no head decays",
-}
 COLUMNS = (
     *("passes", "num_k_heads", "num_v_heads", "lengths", "gates", "whole_ms", "best", "best_ms", "chosen", "chosen_ms"),
     *("predicted_ms", "regret", "informed", "informed_ms", "informed_regret", "forward", "candidates"),
@@ -61,17 +55,6 @@ def problems(quick: bool) -> list[Workload]:
     seen = {row.workload.id for row in measure_kernels.rows(quick=False)}
     found = [Workload(list(lengths), *heads) for lengths in (QUICK_LENGTHS if quick else LENGTHS) for heads in HEADS]
     return [workload for workload in found if workload.id not in seen]
-
-
-def with_gates(x, profile: str):
-    """The inputs with other gates."""
-    if profile == "mild":
-        return x
-    if profile == "none":
-        return replace(x, g=torch.zeros_like(x.g))
-    generator = torch.Generator(x.g.device).manual_seed(1)
-    noise = torch.randn(x.g.shape, generator=generator, device=x.g.device, dtype=x.g.dtype)
-    return replace(x, g=-torch.nn.functional.softplus(noise))
 
 
 def plan(passes: str, workload: Workload, card, decays=None, cached=None) -> planner.Plan:
@@ -101,12 +84,12 @@ def make_call(passes: str, x, segment_chunks: int | None, forward_chunks: int | 
 
 def compare(passes: str, workload: Workload, sets, profile: str, device) -> dict:
     """Measures every candidate of one problem. Returns a line of the table."""
-    sets, card = [with_gates(x, profile) for x in sets], (arch.of_device(device), arch.num_sms(device))
+    sets, card = [measure_kernels.with_gates(x, profile) for x in sets], (arch.of_device(device), arch.num_sms(device))
     decays = build_cp_context(sets[0].cu_seqlens, g=sets[0].g).decays
     forward = None if passes == "fwd" else plan("fwd", workload, card).segment_chunks
     chosen = [plan(passes, workload, card, each, forward).segment_chunks for each in (None, decays)]
     shape = planner.Shape.of(
-        planner._runs([-(-length // planner.CHUNK_SIZE) for length in workload.lengths]), workload.num_v_heads,
+        planner.length_runs([-(-length // planner.CHUNK_SIZE) for length in workload.lengths]), workload.num_v_heads,
         (workload.head_dim_k, workload.head_dim_v), card[1], (),
     )  # fmt: skip
     powers = (1 << n for n in range(2, 10) if shape.longest / MAX_SEGMENTS <= 1 << n <= shape.longest / 2)
@@ -192,7 +175,7 @@ def summary(lines) -> list[str]:
 
 
 def write_markdown(path: Path, meta, lines) -> None:
-    what = [f"- {name}: {text}" for name, text in PROFILES.items()]
+    what = [f"- {name}: {text}" for name, text in measure_kernels.GATES.items()]
     head = [
         "# The planner's choice against the best measured candidate",
         "",

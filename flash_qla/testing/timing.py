@@ -17,6 +17,8 @@ import torch
 
 REPLAYS = 15
 EAGER_CALLS = 30
+# As many calls or more, for at least so long: one pause of the host of 2 ms would be half of 30 short calls.
+EAGER_S = 0.05
 # Input sets together hold at least this many bytes: four times the L2 of the GPUs that we time on.
 COLD_BYTES = 4 * 60 * 2**20
 MAX_SETS = 16
@@ -118,12 +120,20 @@ def _timed(run, device, repeats, calls_per_run, method) -> Timing:
     return Timing.of([a.elapsed_time(b) / calls_per_run for a, b in zip(events, events[1:])], method)
 
 
+def _rounds(repeats: int):
+    """Yields 0, 1, 2, …: `repeats` of them; from EAGER_CALLS on until EAGER_S have passed as well."""
+    start, n = time.perf_counter(), 0
+    while n < repeats or (repeats >= EAGER_CALLS and time.perf_counter() - start < EAGER_S):
+        yield n
+        n += 1
+
+
 def wall_time(calls: Sequence[Callable[[], object]], device, *, repeats: int = EAGER_CALLS) -> Timing:
     """Times eager calls by the host clock, synchronised before and after each; sets taken in turn."""
     device = torch.device(device)
     calls[0]()
     times_ms = []
-    for n in range(repeats):
+    for n in _rounds(repeats):
         synchronize(device)
         start = time.perf_counter()
         calls[n % len(calls)]()
@@ -137,7 +147,7 @@ def host_time(call: Callable[[], object], device, *, repeats: int = EAGER_CALLS)
     device = torch.device(device)
     call()
     times_ms = []
-    for _ in range(repeats):
+    for _ in _rounds(repeats):
         synchronize(device)
         start = time.perf_counter()
         result = call()

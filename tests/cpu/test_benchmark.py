@@ -175,14 +175,20 @@ def test_resume_takes_complete_rows_only(bench, report, tmp_path):
         absent = "not here"
 
     workers = {"ours": Present, "original": Present, "flashinfer": Missing}
-    now = dict(meta)
-    kept = bench.take_up(tmp_path / "x.csv", bench.published_rows(), workers, now)
+    now, options = dict(meta), bench.parse([])
+    kept = bench.take_up(tmp_path / "x.csv", bench.published_rows(), workers, now, options)
     assert {r.row for r in kept} == {"fwd-2h8-32768x1-mild"} and {r.library for r in kept} == {"ours", "original"}
     assert now["resumed"] == "1 rows from the run of then"
-    kept = bench.take_up(tmp_path / "x.csv", bench.published_rows(), {"ours": Present}, dict(meta))
+    kept = bench.take_up(tmp_path / "x.csv", bench.published_rows(), {"ours": Present}, dict(meta), options)
     assert len({r.row for r in kept}) == 2
+    with_fla = {"ours": Present, "fla": Present}
+    for passes, complete in (("fwd", 0), ("bwd", 2)):
+        options = bench.parse(["--fla-passes", passes])
+        kept = bench.take_up(tmp_path / "x.csv", bench.published_rows(), with_fla, dict(meta), options)
+        assert len({r.row for r in kept}) == complete, "these are forward rows without FLA"
     with pytest.raises(SystemExit, match="--commit"):
-        bench.take_up(tmp_path / "x.csv", bench.published_rows(), workers, {**meta, "commit": bench.UNKNOWN_COMMIT})
+        unknown = {**meta, "commit": bench.UNKNOWN_COMMIT}
+        bench.take_up(tmp_path / "x.csv", bench.published_rows(), workers, unknown, options)
 
 
 def test_quick_starts_with_the_published_comparison(bench):
@@ -487,3 +493,7 @@ def test_warm_up_calls_every_row_but_fla_once_per_pass(bench, monkeypatch, tmp_p
         "bwd-16h32-8192x1-mild", "bwd-16h64-8192x1-mild", "bwd-2h8-8192x1-mild"
     ]  # fmt: skip
     assert len(by_library["fla"]) == 9
+    called.clear()
+    options = bench.parse(["--quick", "--jobs", "2", "--fla-passes", "fwd"])
+    bench.warm(bench.select_rows(options), options, tmp_path, print)
+    assert {row.split("-")[0] for library, row in called if library == "fla"} == {"fwd"}

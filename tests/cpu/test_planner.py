@@ -35,8 +35,8 @@ def plan(passes, lengths, heads, *, tolerance=-12.0, dims=(128, 128), **options)
 
 
 def shape_of(lengths, heads, decays=None, tolerance=-12.0):
-    warmups = planner._warmups(heads, tolerance, decays)
-    return planner.Shape.of(planner._chunk_runs(key(lengths)), heads, (128, 128), 132, warmups)
+    warmups = planner.head_warmups(heads, tolerance, decays)
+    return planner.Shape.of(planner.key_runs(key(lengths)), heads, (128, 128), 132, warmups)
 
 
 # --- the cost model
@@ -109,7 +109,7 @@ def test_balanced_segments_are_the_shortest_that_fit(lengths, wanted):
         return shape.segments(segment_chunks)[1]
 
     if shape.num_seqs <= wanted:
-        found = planner._shortest_for(shape, wanted)
+        found = planner.shortest_for(shape, wanted)
         assert count(found) <= wanted
         assert found == 1 or count(found - 1) > wanted
 
@@ -119,9 +119,9 @@ def test_every_kernel_that_is_priced_has_coefficients():
     for count, length, heads in itertools.product((1, 4, 8), (256, 8192, 131072), (2, 8, 64)):
         shape = shape_of([length] * count, heads)
         for segment_chunks in (None, 4, 64):
-            names |= {planner._common_launch(each, shape).kernel for each in ("fwd", "bwd")}
-            names |= {each.kernel for each in planner._forward_launches(shape, segment_chunks)}
-            names |= {each.kernel for each in planner._backward_launches(shape, segment_chunks, None)}
+            names |= {planner.common_launch(each, shape).kernel for each in ("fwd", "bwd")}
+            names |= {each.kernel for each in planner.forward_launches(shape, segment_chunks)}
+            names |= {each.kernel for each in planner.backward_launches(shape, segment_chunks, None)}
     assert names <= set(TABLE.kernels)
     assert len(names) >= 8
 
@@ -168,7 +168,7 @@ def test_heads_that_decay_cost_less():
     [(3.2, -12.0, 4), (12.0, -12.0, 1), (11.9, -12.0, 2), (100.0, -12.0, 1), (0.0, -12.0, None)],
 )
 def test_warmup_from_a_decay(decay, tolerance, warmup):
-    assert planner._warmups(1, tolerance, (decay,)) == ((warmup, 1),)
+    assert planner.head_warmups(1, tolerance, (decay,)) == ((warmup, 1),)
 
 
 def test_a_stricter_tolerance_is_dearer():

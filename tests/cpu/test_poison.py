@@ -26,6 +26,7 @@ def test_our_modules_get_nan():
         "torch.empty(3)",
         "torch.empty(3, 2, dtype=torch.float16)",
         "torch.empty_like(x)",
+        "torch.empty_strided((3,), (1,))",
         "x.new_empty(4)",
     ):
         assert _run_as("flash_qla.ops.anything", expression).isnan().all(), expression

@@ -118,6 +118,74 @@ def _without_state(inputs):
     return replace(inputs, initial_state=None)
 
 
+def differentiate(inputs, wanted, with_dht, **options):
+    """Forward and backward through autograd. Returns the gradients of the inputs named in `wanted`."""
+    names = ("q", "k", "v", "g", "beta", "initial_state")
+    leaves = {n: getattr(inputs, n).detach().clone() for n in names if getattr(inputs, n) is not None}
+    wanted = [name for name in wanted if name in leaves]
+    for name in wanted:
+        leaves[name].requires_grad_()
+    o, ht = flash_qla.chunk_gated_delta_rule(
+        **leaves, scale=inputs.scale, cu_seqlens=inputs.cu_seqlens, **{"output_final_state": True, **options}
+    )
+    outputs, cotangents = ([o, ht], [inputs.do, inputs.dht]) if with_dht else ([o], [inputs.do])
+    return dict(zip(wanted, torch.autograd.grad(outputs, [leaves[name] for name in wanted], cotangents), strict=True))
+
+
+GRADIENT_CASES = {
+    # id: (case, wanted gradients, whether the final state is differentiated)
+    "varlen": ("varlen", "q k v g beta initial_state", True),
+    "dense": ("dense", "q k v g beta initial_state", True),
+    "no_dht": ("varlen", "q k v g beta initial_state", False),
+    "only_the_state": ("varlen", "initial_state", True),
+    "only_v": ("varlen", "v", True),
+    "no_states": ("no_states", "q k v g beta", False),
+    "l2norm": ("l2norm", "q k v g beta initial_state", True),
+    "bf16": ("bf16", "q k v g beta initial_state", True),
+    "long": ("long", "q k v g beta initial_state", True),
+}
+
+
+@pytest.mark.parametrize("case", GRADIENT_CASES)
+def test_replay_with_gradients_launches_what_an_ordinary_call_does(case, launched):
+    """Guards forward and backward of a training step; the split's kept states too (long)."""
+    name, wanted, with_dht = GRADIENT_CASES[case]
+    make, options = CASES[name]
+    first, second = make(0), make(1)
+
+    def run(inputs):
+        launched.clear()
+        grads = differentiate(inputs, wanted.split(), with_dht, **options)
+        memory = {}  # which arguments share memory, in order of appearance; the log keeps all of it alive
+        for _, arguments in launched:
+            for x in arguments:
+                if isinstance(x, torch.Tensor) and x.numel():
+                    memory.setdefault(x.untyped_storage().data_ptr(), len(memory))
+        shared = [
+            memory.get(x.untyped_storage().data_ptr()) for _, arguments in launched for x in arguments
+            if isinstance(x, torch.Tensor)
+        ]  # fmt: skip
+        return forms(launched, inputs), shared, {name: (x.shape, x.stride(), x.dtype) for name, x in grads.items()}
+
+    run(first)
+    ordinary = run(first)
+    assert [type(x) for x in replay._known.values()] == [replay.Replay] * 2
+    assert run(second) == ordinary and ordinary[0]
+
+
+def test_gradients_or_none_are_two_calls(launched):
+    """Guards saved tensors: a call recorded without gradients keeps nothing for a backward."""
+    inputs = CASES["varlen"][0](0)
+    kwargs = _gpu_like(inputs)
+    for _ in range(3):
+        with torch.no_grad():
+            flash_qla.chunk_gated_delta_rule(**kwargs)
+    for _ in range(3):
+        assert set(differentiate(inputs, ["q"], False)) == {"q"}
+    kinds = [(type(x), x.context is None) for x in replay._known.values()]
+    assert sorted(kind for _, kind in kinds) == [False, True, True]
+
+
 def _gpu_like(self):
     names = ("q", "k", "v", "g", "beta", "initial_state", "cu_seqlens", "scale")
     return {name: getattr(self, name) for name in names}
@@ -162,7 +230,6 @@ def test_what_is_not_recorded(launched, monkeypatch):
     assert known_after() == 0
     monkeypatch.delenv("FLASH_QLA_DEBUG")
     replay.forget()
-    flash_qla.chunk_gated_delta_rule(**inputs.differentiable().kwargs)
     with torch.no_grad():
         flash_qla.chunk_gated_delta_rule(inputs.q, inputs.q, inputs.v, inputs.g, inputs.beta)
     assert len(replay._known) == 0

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flash_qla import arch
 from flash_qla.ops.gated_delta_rule.chunk.cp import coefs, planner
 from flash_qla.ops.gated_delta_rule.chunk.kernels import build
 
@@ -54,8 +55,8 @@ def test_rows_measure_every_kernel_of_the_planner(measure, quick):
     names = set()
     for row in measure.rows(quick):
         counts = [-(-length // 64) for length in row.workload.lengths]
-        warmups = planner._warmups(row.workload.num_v_heads, -12.0, None)
-        shape = planner.Shape.of(planner._runs(counts), row.workload.num_v_heads, (128, 128), 132, warmups)
+        warmups = planner.head_warmups(row.workload.num_v_heads, -12.0, None)
+        shape = planner.Shape.of(planner.length_runs(counts), row.workload.num_v_heads, (128, 128), 132, warmups)
         for passes in ("fwd", "bwd"):
             expected = measure.planned(passes, shape, row.segment_chunks)
             names |= {launch.kernel for launch in expected.values()}
@@ -83,24 +84,25 @@ def test_recorder_sees_launches_and_leaves_no_trace(measure, monkeypatch):
 
     make.__module__ = "somewhere.kernels.fused_fwd"
     key = (make, Spec(), "sm90")
-    monkeypatch.setattr(build, "_kernels", {})
+    monkeypatch.setattr(build, "_kernels", {key: lambda *args: calls.append(args)})
 
     def call():
-        kernel = build._kernels.setdefault(key, lambda *args: calls.append(args))
-        kernel(1, 2)
-        kernel(3)
+        for arguments in ((1, 2), (3,)):
+            build.build(make, Spec(), arch.SM90)(*arguments)
 
     launches = measure.record(call)
     assert [(each[0], each[2]) for each in launches] == [(key, (1, 2)), (key, (3,))]
     assert calls == [(1, 2), (3,)] * 2
     assert measure.kind(key) == "fused_fwd"
-    assert not isinstance(build._kernels[key], measure.Recorder)
+    call()
+    assert len(launches) == 2, "it went on recording"
 
 
 def test_kinds_are_the_kernels_modules(measure):
     for module, name, kind in (
         *((name, "make", name) for name in ("solve", "states", "gradients")),
-        ("segments", "make", "segment_ends"),
+        ("ends", "make", "segment_ends"),
+        ("ends", "make_reverse", "segment_ends"),
         ("segments", "make_scan", "segment_scan"),
     ):
         key = (SimpleNamespace(__module__=f"a.{module}", __name__=name), None, "sm90")
@@ -205,3 +207,52 @@ def test_committed_coefficients_say_where_they_come_from():
     assert text.startswith("#")
     assert {row["arch"] for row in rows} == {"sm90"}
     assert "H200" in text.split("kernel,", 1)[0]
+
+
+# --- sanitizer
+
+
+@pytest.fixture(scope="module")
+def sanitizer():
+    return _load("sanitize")
+
+
+def test_every_lane_arrives(sanitizer):
+    """Guards the counts: 32 a warp whoever arrives, or the rewritten kernels would hang."""
+    source = """
+        v_1[0].init(3); v_2[1].init(1);
+        if ((((int)threadIdx.x) % 32) == 0) {
+          v_1[(i % 3)].arrive();
+        }
+        if (tl::tl_shuffle_elect<32>()) { v_2[0].expect_transaction(5); v_2[(i & 1)].arrive(); }
+        v_2[0].arrive_and_expect_tx(77);
+        if (tl::tl_shuffle_elect<32>()) {
+          v_1[2].arrive();
+          if (h == 0) {
+            v_1[(h + 1)].arrive();
+          }
+        }
+        extern "C" kernel
+    """
+    found = sanitizer.every_lane_arrives(source)
+    for wanted in (
+        "v_1[0].init(96); v_2[1].init(32);",
+        "{ v_1[(i % 3)].arrive(); }",
+        "expect_transaction(5); arrive_for<32>(reinterpret_cast<uint64_t*>(&v_2[(i & 1)])); }",
+        "arrive_for<31>(reinterpret_cast<uint64_t*>(&v_2[0])); v_2[0].arrive_and_expect_tx(77);",
+    ):
+        assert wanted in found
+    assert found.count(".arrive();") == 3 and "threadIdx.x) % 32" not in found
+    assert found.count("shuffle_elect") == 1, "an elected lane that only arrives: all lanes do"
+    assert found.index("void arrive_for(") < found.index('extern "C"')
+
+
+def test_reports_of_a_sanitizer_log(sanitizer):
+    """Guards the digest: equal reports counted, addresses and threads left out."""
+    race = """========= Error: Race reported between Write access at kernel+0x{0} in tvm_kernels.cu:10
+=========     and Read access at load(void *)+0x{1} in tvm_kernels.cu:5 [64 hazards]
+=========
+"""
+    found = sanitizer.reports_of(race.format("a0", "b0") + "a case\n" + race.format("c0", "d0"))
+    assert len(found) == 1 and found[0].startswith("2x Error: Race") and "0x" not in found[0]
+    assert "tvm_kernels.cu:10; and Read access at load(void *) in tvm_kernels.cu:5" in found[0]

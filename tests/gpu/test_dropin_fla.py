@@ -21,13 +21,14 @@ GRADIENT_RATIO = 8e-3
 
 CASES = {
     # id: (lengths, q/k heads, value heads, gate profile, options of the call)
-    "dense": ((2, 257), 4, 4, "mild", {}),
-    "dense_gva": ((2, 130), 2, 8, "mild", {}),
-    "varlen_gva": ([130, 7, 64, 200], 2, 6, "mild", {}),
+    # One pair of head counts: FLA compiles 60 candidates of 8 kernels for each pair and layout.
+    "dense": ((2, 257), 2, 4, "mild", {}),
+    "dense_of_two_chunks": ((3, 128), 2, 4, "mild", {}),
+    "varlen_gva": ([130, 7, 64, 200], 2, 4, "mild", {}),
     "varlen_v_first": ([65, 1, 190], 2, 4, "mild", {"state_v_first": True}),
     "varlen_l2norm": ([100, 93], 2, 4, "mild", {"use_qk_l2norm_in_kernel": True}),
-    "no_decay": ([128, 77], 2, 2, "none", {}),
-    "no_scale": ([128, 77], 2, 2, "mild", {"scale": None}),
+    "no_decay": ([128, 77], 2, 4, "none", {}),
+    "no_scale": ([128, 77], 2, 4, "mild", {"scale": None}),
 }
 
 

@@ -212,3 +212,33 @@ def test_reference_on_the_gpu(backend, monkeypatch):
     monkeypatch.setenv("FLASH_QLA_BACKEND", backend)
     check(make(profile="extreme"))
     check(make(dims=(160, 200), profile="strong"))
+
+
+WALKS = {
+    "equal": [512] * 9,
+    "ragged": [3000, 100, 0, 700, 64, 1, 900, 2500, 300, 0, 1200, 777],
+    "many": [(37 * n * n + 11 * n) % 400 for n in range(90)],
+    "short": [0, 1, 63, 0, 64] * 60,
+}
+
+
+@pytest.mark.parametrize("lengths", WALKS.values(), ids=WALKS.keys())
+@pytest.mark.parametrize("heads", [(2, 4), (4, 16), (16, 64)], ids=str)
+def test_persistent_walks(lengths, heads):
+    """Guards CTAs that take several walks: their schedule misses none, and their bits are those of one walk a CTA."""
+    from flash_qla.ops.gated_delta_rule.chunk.kernels import fused_fwd, stages
+
+    inputs = make(lengths, heads, profile="mild", tail_tokens=70)
+    g_cumsum, T_inv = stages.solve(inputs.k, inputs.g, inputs.beta, inputs.seqs)
+    found = []
+    for persistent in (False, True, True):
+        o = torch.full_like(inputs.v, float("nan"))
+        ht = torch.full_like(inputs.initial_state, float("nan"))
+        fused_fwd.launch_spec(
+            fused_fwd.Spec("bfloat16", value_warpgroups=2, persistent=persistent), o, ht, None, inputs.q, inputs.k,
+            inputs.v, T_inv, g_cumsum, inputs.beta, inputs.scale, inputs.initial_state, inputs.seqs,
+        )  # fmt: skip
+        found.append({"o": o, "ht": ht})
+    assert not found[0]["o"].isnan().any()
+    for again in found[1:]:
+        assert_same_bits(again, found[0])

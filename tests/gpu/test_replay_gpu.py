@@ -6,7 +6,7 @@ import torch
 import flash_qla
 from flash_qla.ops.gated_delta_rule.chunk import replay
 from flash_qla.testing.workloads import make_inputs
-from tests.case_inputs import strided_copy
+from tests.case_inputs import assert_same_bits, capture, run_public, strided_copy
 
 BF16 = torch.bfloat16
 
@@ -78,3 +78,50 @@ def test_copied_inputs_take_the_ordinary_way():
         for x, y in zip(call(odd), expected, strict=True):
             assert torch.equal(x, y)
     assert not any(isinstance(x, replay.Replay) for x in replay._known.values())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_same_bits_with_gradients(case):
+    """Guards both halves of a training step, on new data, with and without the final state in the loss."""
+    make, options = CASES[case]
+    with_dht = "state_v_first" not in options
+    for seed in (0, 0, 1):
+        inputs = make(seed)
+        replayed = run_public(inputs, use_dht=with_dht, **options)
+    assert [type(x) for x in replay._known.values()] == [replay.Replay] * 2, "this step was not recorded"
+    replay.forget()
+    assert_same_bits(replayed, run_public(inputs, use_dht=with_dht, **options))
+
+
+def test_checkpoints_replay():
+    """Guards the recomputation, which may be the first replayed call of its kind."""
+    from torch.utils.checkpoint import checkpoint
+
+    inputs = make_inputs([70, 30], 2, 4, device="cuda")
+    leaves = inputs.differentiable()
+    kwargs = {**leaves.kwargs, "output_final_state": True}
+    expected = run_public(inputs)
+    for _ in range(3):
+        o, ht = checkpoint(lambda: flash_qla.chunk_gated_delta_rule(**kwargs), use_reentrant=False)
+        wanted = [leaves.q, leaves.k, leaves.v, leaves.g, leaves.beta, leaves.initial_state]
+        grads = torch.autograd.grad([o, ht], wanted, [inputs.do, inputs.dht])
+        names = ("dq", "dk", "dv", "dg", "dbeta", "dh0")
+        assert_same_bits(dict(zip(names, grads, strict=True)), {name: expected[name] for name in names})
+
+
+def test_training_step_inside_a_graph():
+    inputs = make_inputs([70, 30], 2, 4, device="cuda")
+    leaves = inputs.differentiable()
+    wanted = [leaves.q, leaves.k, leaves.v, leaves.g, leaves.beta, leaves.initial_state]
+
+    def step():
+        o, ht = flash_qla.chunk_gated_delta_rule(**leaves.kwargs, output_final_state=True)
+        return torch.autograd.grad([o, ht], wanted, [inputs.do, inputs.dht])
+
+    expected = step()
+    graph, grads = capture(step)
+    for x in grads:
+        x.fill_(float("nan"))
+    graph.replay()
+    for x, y in zip(grads, expected, strict=True):
+        assert torch.equal(x, y)

@@ -4,41 +4,78 @@ Saved for backward: the inputs, g_cumsum and T_inv, and of a split the states at
 where the backward splits alike.
 """
 
+from __future__ import annotations
+
+from dataclasses import dataclass
+
 import torch
 
 from flash_qla.utils.guards import first_order_only, no_autocast
 
-from . import cp
+from . import cp, replay
 from .backward import backward
-from .constants import GATE_FLOOR, L2NORM_EPS
+from .constants import CHUNK_SIZE, GATE_FLOOR, L2NORM_EPS
 from .forward import forward
 from .problem import Problem
 from .sequences import Sequences
-from .split import SegmentStates
+from .split import SegmentStates, Split
+
+
+@dataclass
+class Call:
+    """What the node needs besides tensors; the same for every call that is recorded under one key.
+
+    Attributes:
+        want_ht, request, keep: as in `forward`.
+        normalize: whether q and k are normalised before.
+        key: from `replay.key_of`, or None.
+        split: of the forward, where its segments' states are kept.
+    """
+
+    stages: object
+    problem: Problem
+    request: cp.Request
+    want_ht: bool
+    keep: bool
+    normalize: bool
+    key: tuple | None
+    split: Split | None = None
+
+
+def replayed(known: replay.Replay, q, k, v, g, beta, initial_state, cu_seqlens):
+    """Returns o and the final state of a call with gradients whose forward was recorded."""
+    call = known.context
+    if call.normalize:
+        q, k = NormalizeQK.apply(q, k, call.stages)
+    seqs = Sequences.build(call.problem.batch, call.problem.num_tokens, CHUNK_SIZE, cu_seqlens)
+    return ChunkGatedDeltaRule.apply(q, k, v, g, beta, initial_state, cu_seqlens, call, seqs, known)
 
 
 class ChunkGatedDeltaRule(torch.autograd.Function):
-    """o, final_state = apply(q, k, v, g, beta, initial_state, cu_seqlens, stages, problem, seqs, output_final_state,
-    request, keep): the last two as in `forward`.
+    """o, final_state = apply(q, k, v, g, beta, initial_state, cu_seqlens, call, seqs, known): the recorded forward or
+    None.
     """
 
     @staticmethod
-    def forward(
-        ctx, q, k, v, g, beta, initial_state, cu_seqlens, stages, problem: Problem, seqs: Sequences, want_ht,
-        request: cp.Request, keep: bool,
-    ):  # fmt: skip
-        with no_autocast(q.device.type):
-            g_cumsum, T_inv, o, _, final_state, entering = forward(
-                stages, problem, seqs, q, k, v, g, beta, initial_state, output_final_state=want_ht, request=request,
-                keep=keep,
-            )  # fmt: skip
+    def forward(ctx, q, k, v, g, beta, initial_state, cu_seqlens, call: Call, seqs: Sequences, known=None):
+        tensors = q, k, v, g, beta, initial_state, cu_seqlens
+        if known is None:
+            with no_autocast(q.device.type), replay.recording(call.key, tensors) as results:
+                g_cumsum, T_inv, o, _, final_state, entering = forward(
+                    call.stages, call.problem, seqs, *tensors[:6], output_final_state=call.want_ht,
+                    request=call.request, keep=call.keep,
+                )  # fmt: skip
+                call.split = None if entering is None else entering.split
+                results.context = call
+                results += (o, final_state, g_cumsum, T_inv, *((None,) * 3 if entering is None else entering.tensors))
+        else:
+            results = known(*tensors)
+        o, final_state, *saved = results
         ctx.set_materialize_grads(False)
         # cu_seqlens is saved too: autograd then refuses a backward after it was overwritten, which would be wrong
         # The segments' states too, not as attributes: checkpointing drops what is saved, and only that.
-        border = (None,) * 3 if entering is None else entering.tensors
-        ctx.save_for_backward(q, k, v, g, beta, initial_state, g_cumsum, T_inv, cu_seqlens, *border)
-        ctx.stages, ctx.problem, ctx.seqs, ctx.request = stages, problem, seqs, request
-        ctx.split = None if entering is None else entering.split
+        ctx.save_for_backward(*tensors, *saved)
+        ctx.call, ctx.seqs = call, seqs
         return o, final_state
 
     @staticmethod
@@ -75,16 +112,33 @@ class NormalizeQK(torch.autograd.Function):
 
 def _gradients(ctx, saved, do, dht):
     """Gradients of q, k, v, g, beta, initial_state in their dtypes; None for those that nobody needs."""
-    q, k, v, g, beta, initial_state, g_cumsum, T_inv, _, *border = saved
     needs = ctx.needs_input_grad
-    entering = None if ctx.split is None else SegmentStates(ctx.split, *border)
-    do = torch.zeros_like(v) if do is None else do.to(v.dtype)
-    dq, dk, dv, dbeta, dg, dh0 = backward(
-        ctx.stages, ctx.problem, ctx.seqs, q, k, v, T_inv, g_cumsum, beta, initial_state, do, dht,
-        request=ctx.request, entering=entering, need=any(needs[:5]),
-    )  # fmt: skip
+    do = torch.zeros_like(saved[2]) if do is None else do.to(saved[2].dtype)
+    dq, dk, dv, dbeta, dg, dh0 = _backward(ctx.call, ctx.seqs, (*saved, do, dht), any(needs[:5]))
     if needs[3]:
-        dg = dg.masked_fill_(g < GATE_FLOOR, 0).to(g.dtype)  # the clamp's own gradient
+        g, initial_state = saved[3], saved[5]
+        dg.masked_fill_(g < GATE_FLOOR, 0)  # the clamp's own gradient
+        if initial_state is None:
+            ctx.seqs.zero_first_rows(dg)  # there is nothing to decay: a sum of terms that cancel but for rounding
+        dg = dg.to(g.dtype)
     if needs[4]:
-        dbeta = dbeta.to(beta.dtype)
+        dbeta = dbeta.to(saved[4].dtype)
     return [x if wanted else None for x, wanted in zip((dq, dk, dv, dg, dbeta, dh0), needs)]
+
+
+def _backward(call: Call, seqs: Sequences, tensors, need: bool):
+    """`backward`, replayed where an equal one was recorded."""
+    key = None if call.key is None else replay.key_of(tensors, (need,))
+    key = None if key is None else (key, call.key)
+    known = None if key is None else replay.find(key)
+    if known is not None:
+        return known(*tensors)
+    q, k, v, g, beta, initial_state, _, g_cumsum, T_inv, *border, do, dht = tensors
+    entering = None if call.split is None else SegmentStates(call.split, *border)
+    with replay.recording(key, tensors) as results:
+        grads = backward(
+            call.stages, call.problem, seqs, q, k, v, T_inv, g_cumsum, beta, initial_state, do, dht,
+            request=call.request, entering=entering, need=need,
+        )  # fmt: skip
+        results += grads
+    return grads

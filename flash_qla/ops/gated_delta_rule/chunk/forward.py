@@ -10,6 +10,7 @@ from .sequences import Sequences
 def forward(
     stages, problem: Problem, seqs: Sequences, q, k, v, g, beta, initial_state, *, output_final_state: bool,
     output_h: bool = False, out: torch.Tensor | None = None, request: cp.Request = cp.NO_SPLIT, keep: bool = False,
+    keep_inverse: bool = True,
 ):  # fmt: skip
     """Runs the chunked forward.
 
@@ -17,6 +18,7 @@ def forward(
         stages: from `cp.stages_for`.
         request: what the planner may do.
         keep: return the segments' states for a backward that would split alike.
+        keep_inverse: False if the caller has no use for T_inv, which may then be incomplete.
 
     Returns:
         g_cumsum `[B, T, Hv]`, T_inv `[B, T, Hv, C]`, o `[B, T, Hv, V]`, h `[B, chunks, Hv, K, V]` or None,
@@ -30,13 +32,13 @@ def forward(
     h = problem.empty_state(problem.dtype, seqs.total_chunks()) if output_h else None
     h0, entering = problem.k_first(initial_state), None
 
-    g_cumsum, T_inv = stages.solve(k, g, beta, seqs)
-    if split is not None:
+    targets = o, problem.k_first(final_state), problem.k_first(h)
+    if split is None:
+        g_cumsum, T_inv = stages.solve_and_walk(*targets, q, k, v, g, beta, problem.scale, h0, seqs, keep_inverse)
+    else:
+        g_cumsum, T_inv = stages.solve(k, g, beta, seqs)
         entering = stages.entering_states(k, v, T_inv, g_cumsum, beta, h0, seqs, split, for_backward=keep)
-    stages.fused_forward(
-        o, problem.k_first(final_state), problem.k_first(h), q, k, v, T_inv, g_cumsum, beta, problem.scale, h0, seqs,
-        entering,
-    )  # fmt: skip
+        stages.fused_forward(*targets, q, k, v, T_inv, g_cumsum, beta, problem.scale, h0, seqs, entering)
     if h is not None:
         h = h.view(problem.batch, h.shape[0] // max(problem.batch, 1), *h.shape[1:])
     return g_cumsum, T_inv, o, h, final_state, entering if keep else None

@@ -9,7 +9,7 @@ from flash_qla import env
 from flash_qla.utils.guards import no_autocast
 
 from . import backend, cp, replay
-from .autograd import ChunkGatedDeltaRule, NormalizeQK
+from .autograd import Call, ChunkGatedDeltaRule, NormalizeQK, replayed
 from .backward import backward
 from .forward import forward
 from .problem import SMALL_DTYPES, Problem, check_values
@@ -141,17 +141,29 @@ def chunk_gated_delta_rule(
         NotImplementedError: the kernels were demanded and do not cover the call, or a mode is not built yet.
         TypeError: an unknown keyword.
     """
+    if torch.compiler.is_compiling():
+        from flash_qla.utils import outside_graphs
+
+        return outside_graphs.call(
+            chunk_gated_delta_rule, q, k, v, g, beta, scale, initial_state, output_final_state,
+            use_qk_l2norm_in_kernel, cu_seqlens, head_first, state_v_first, auto_cp, enable_fwd_cp_cache, cp_context,
+            force_intra_cp,
+            use_gate_in_kernel=use_gate_in_kernel, A_log=A_log, dt_bias=dt_bias,
+            use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
+            cu_seqlens_cpu=cu_seqlens_cpu, chunk_indices=chunk_indices, chunk_size=chunk_size,
+            transpose_state_layout=transpose_state_layout, out=out, state_dtype=state_dtype, **kwargs,
+        )  # fmt: skip
     tensors, key = (q, k, v, g, beta, initial_state, cu_seqlens), None
     if (
         out is None and cp_context is None and A_log is None and dt_bias is None and cu_seqlens_cpu is None
         and chunk_indices is None and chunk_size is None and transpose_state_layout is None and not kwargs
         and not (head_first or force_intra_cp or use_gate_in_kernel or use_beta_sigmoid_in_kernel or allow_neg_eigval)
     ):  # fmt: skip
-        options = scale, output_final_state, use_qk_l2norm_in_kernel, state_v_first, auto_cp, state_dtype
-        key = replay.key_of(tensors, options)
+        options = scale, output_final_state, use_qk_l2norm_in_kernel, state_v_first, auto_cp, enable_fwd_cp_cache
+        key = replay.key_of(tensors, (*options, state_dtype))
         known = None if key is None else replay.find(key)
         if known is not None:
-            return known(*tensors)
+            return known(*tensors) if known.context is None else replayed(known, *tensors)
     _reject_unknown("chunk_gated_delta_rule", kwargs)
     if head_first:
         raise ValueError("head_first=True is not supported; pass q, k, v as [B, T, H, D] (head_first=False)")
@@ -180,7 +192,7 @@ def chunk_gated_delta_rule(
         check_values(seqs, q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, A_log=A_log, dt_bias=dt_bias)
 
     compute = torch.float64 if problem.dtype == torch.float64 else torch.float32
-    with replay.recording(key, tensors) as results:
+    with replay.recording(None if wants_grad else key, tensors) as results:
         with no_autocast(q.device.type):
             if use_qk_l2norm_in_kernel:
                 q, k = NormalizeQK.apply(q, k, stages)
@@ -191,14 +203,15 @@ def chunk_gated_delta_rule(
         if not wants_grad:
             _, _, o, _, final_state, _ = forward(
                 stages, problem, seqs, q, k, v, g, beta, initial_state, output_final_state=output_final_state, out=out,
-                request=request,
+                request=request, keep_inverse=False,
             )  # fmt: skip
             results += (o, final_state)
             return o, final_state
-    return ChunkGatedDeltaRule.apply(
-        q, k, v, g, beta, initial_state, seqs.cu_seqlens, stages, problem, seqs, bool(output_final_state),
-        request, bool(enable_fwd_cp_cache),
+    call = Call(
+        stages, problem, request, want_ht=bool(output_final_state), keep=bool(enable_fwd_cp_cache),
+        normalize=bool(use_qk_l2norm_in_kernel), key=key,
     )  # fmt: skip
+    return ChunkGatedDeltaRule.apply(q, k, v, g, beta, initial_state, seqs.cu_seqlens, call, seqs)
 
 
 def _split_request(problem, auto_cp, force_intra_cp, cp_context) -> cp.Request:

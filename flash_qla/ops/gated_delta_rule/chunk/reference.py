@@ -313,6 +313,16 @@ def fused_forward(o, ht, h, q, k, v, T_inv, g_cumsum, beta, scale, h0, seqs: Seq
     _walk_forward(o, ht, h, None, q, k, v, T_inv, g_cumsum, beta, scale, h0, seqs)
 
 
+def solve_and_walk(o, ht, h, q, k, v, g, beta, scale, h0, seqs: Sequences, keep_inverse=True):
+    """`solve`, then `fused_forward`: one stage because kernels may overlap the two. Returns what `solve` does.
+
+    keep_inverse: False if nobody reads T_inv afterwards; kernels leave out what is zero.
+    """
+    g_cumsum, T_inv = solve(k, g, beta, seqs)
+    fused_forward(o, ht, h, q, k, v, T_inv, g_cumsum, beta, scale, h0, seqs)
+    return g_cumsum, T_inv
+
+
 @stage
 def forward_states(k, v, T_inv, g_cumsum, beta, h0, seqs: Sequences):
     """Computes the state entering every chunk for the backward. Equations: F3 to F5, F8.

@@ -1,6 +1,6 @@
 """Replay: what a call did, kept by its metadata, so that an equal call allocates and launches at once.
 
-A forward of a few thousand tokens takes the GPU less time than Python needs to validate the arguments, look up the plan
+A call on a few thousand tokens takes the GPU less time than Python needs to validate the arguments, look up the plan
 and build the launches, all of which depend on metadata alone: shapes, strides, alignment, dtypes, devices, options and
 environment variables, never on a tensor's values. So the second call with equal metadata is recorded (recording costs
 half a millisecond, and many calls never come again): its allocations and its kernels' arguments. It can be replayed
@@ -8,13 +8,13 @@ when every argument is a number, an input, a tensor that the call allocated, or 
 kernels touched data (a copy for an input that TMA cannot read, say, is such a thing). Later calls with equal metadata
 then make the same allocations and launches, on their own tensors.
 
-Not recorded: calls that need gradients, calls on the host's offsets (`cu_seqlens_cpu`, or `cu_seqlens` on the CPU: the
+A call with gradients is recorded in two parts, forward and backward, inside its autograd node (`autograd.py`), which is
+made anew for each call. Not recorded: calls on the host's offsets (`cu_seqlens_cpu`, or `cu_seqlens` on the CPU: the
 plan depends on their values), and everything that `interface.py` does not hand over.
 """
 
 from __future__ import annotations
 
-import os
 from contextlib import contextmanager
 
 import torch
@@ -36,27 +36,30 @@ def key_of(tensors, options) -> tuple | None:
     """Returns what a call's launches depend on; None for a call that is not to be recorded.
 
     Args:
-        tensors: q, k, v, g, beta, initial_state, cu_seqlens; the last two may be None.
-        options: further values that decide, all hashable.
+        tensors: q, k, v, g, beta, initial_state, cu_seqlens, …; those after q may be None.
+        options: further values that decide.
 
-    Equal metadata takes the same path through the package whatever the values are.
+    Equal metadata takes the same path through the package whatever the values are. Part of it: whether autograd will
+    want the call's gradients.
     """
     first, types = tensors[0], (*map(type, options),)
     if type(first) not in _TENSORS or not _is_current(first.device) or torch.compiler.is_compiling():
         return None
     if not _OPTIONS.issuperset(types) or torch.is_autocast_enabled("cuda") or env.debug():
         return None
-    key, tracks = [*options, *types, *map(os.environ.get, _VARIABLES)], torch.is_grad_enabled()
+    key, tracks, with_gradients = [*options, *types, *map(env.read, _VARIABLES)], torch.is_grad_enabled(), False
     try:
         for x in tensors:
             if x is None:
                 key.append(None)
-            elif type(x) not in _TENSORS or (tracks and x.requires_grad):
+            elif type(x) not in _TENSORS:
                 return None
             else:
                 key += x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15
+                with_gradients |= tracks and x.requires_grad
     except RuntimeError:  # a sparse tensor, or one without memory
         return None
+    key.append(with_gradients)
     return tuple(key)
 
 
@@ -101,22 +104,24 @@ class Replay:
     """One recorded call.
 
     Attributes:
-        allocations: (shape, dtype, device) of each tensor to allocate.
+        allocations: (shape, strides, dtype, device) of each tensor to allocate.
         views: (number of the tensor that it views, size, stride, elements from its start, dtype).
         launches: (kernel, arguments, [(place in the arguments, number of the tensor)]).
         results: numbers of the tensors to return, None for None.
+        context: what the caller left with the results: whatever else it needs to go on from them.
 
     Tensors are numbered: the inputs, then allocations, then views.
     """
 
-    def __init__(self, allocations, views, launches, results):
+    def __init__(self, allocations, views, launches, results, context):
         self.allocations, self.views, self.launches, self.results = allocations, views, launches, results
+        self.context = context
 
     def __call__(self, *inputs):
         """Allocates and launches on the current stream; returns the results."""
         tensors = list(inputs)
-        for shape, dtype, device in self.allocations:
-            tensors.append(torch.empty(shape, dtype=dtype, device=device))
+        for shape, strides, dtype, device in self.allocations:  # torch.empty takes 3 us longer to read its arguments
+            tensors.append(torch.empty_strided(shape, strides, dtype=dtype, device=device))
         for base, size, stride, start, dtype in self.views:
             base = tensors[base]
             if dtype is not None:
@@ -130,13 +135,19 @@ class Replay:
         return tuple([None if number is None else tensors[number] for number in self.results])
 
 
+class Results(list):
+    """What a recorded call returns, tensors or None, in order; `context`: see `Replay`, no tensors in it."""
+
+    context: object = None
+
+
 @contextmanager
 def recording(key: tuple | None, inputs):
     """Context that records what happens inside under `key`, if that was seen once before.
 
-    Its value is a list into which the caller puts the results (tensors or None), in order.
+    Its value is the `Results` into which the caller puts what it returns.
     """
-    results: list = []
+    results = Results()
     if key is None or not _told_apart(inputs):
         yield results
     elif key not in _known:
@@ -192,7 +203,7 @@ def _make(inputs, allocated, launches, results) -> Replay | None:
         return len(numbered) - 1
 
     steps = []
-    for kernel, arguments in launches:
+    for _, kernel, arguments in launches:
         kept, places = list(arguments), []
         for place, x in enumerate(arguments):
             if isinstance(x, torch.Tensor) and x.numel() > 0:
@@ -205,8 +216,8 @@ def _make(inputs, allocated, launches, results) -> Replay | None:
     numbers = [None if x is None else number_of(x) for x in results]
     if any(number is None and x is not None for number, x in zip(numbers, results)):
         return None
-    made = [(x.shape, x.dtype, inputs[0].device) for x in allocated]
-    return Replay(made, views, steps, numbers)
+    made = [(x.shape, x.stride(), x.dtype, inputs[0].device) for x in allocated]
+    return Replay(made, views, steps, numbers, results.context)
 
 
 def _is_view(x, base) -> bool:

@@ -8,6 +8,7 @@ from . import reference
 from .backend import stages_for
 from .constants import CHUNK_SIZE
 from .problem import Problem
+from .sequences import Sequences
 
 
 def _problem(k, v, g, beta, q=None, **options):
@@ -41,9 +42,22 @@ def kkt_solve(k, b, chunk_size=64, cu_seqlens=None, g=None) -> torch.Tensor:
     _require_tensor("b", b, "[B, T, Hv]")
     gate = torch.zeros_like(b, dtype=torch.float32) if g is None else g
     value = k.new_empty((*k.shape[:2], b.shape[-1], 1))  # only its shape is looked at
-    _, seqs = _problem(k, value, gate, b, cu_seqlens=cu_seqlens, chunk_size=chunk_size)
+    problem, seqs = _problem(k, value, gate, b, cu_seqlens=cu_seqlens, chunk_size=chunk_size)
+    stages = stages_for(problem)
     with torch.no_grad():
-        return reference.invert(k, gate, b, seqs)
+        if stages is reference:
+            return reference.invert(k, gate, b, seqs)
+        return stages.solve(k, gate if g is None else _gate_steps(g, seqs), b, seqs)[1]
+
+
+def _gate_steps(g_cumsum, seqs: Sequences):
+    """The gate whose cumsum in each chunk is g_cumsum, which is what the solve kernel takes. No device read."""
+    rows = torch.arange(seqs.num_tokens, device=g_cumsum.device)
+    if seqs.is_varlen:
+        starts = seqs.cu_seqlens.to(g_cumsum.device, torch.int64)
+        rows = rows - starts[(torch.searchsorted(starts, rows, right=True) - 1).clamp(min=0)]
+    before = g_cumsum.roll(1, dims=1).masked_fill((rows % seqs.chunk_size == 0).view(-1, 1), 0)
+    return g_cumsum - before
 
 
 def fused_gdr_fwd(

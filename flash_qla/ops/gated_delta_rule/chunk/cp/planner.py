@@ -3,7 +3,7 @@
 Few (sequence, head) pairs leave multiprocessors idle, each walking its chunks one after the other. Splitting a
 sequence into segments shortens the walk and adds work: the segments' end states and, for heads whose gate does not
 make it negligible, their transitions, then a scan. The planner writes down the launches of every candidate
-(`_forward_launches`, `_backward_launches`), prices each launch by `cost.py` with the coefficients that were measured
+(`forward_launches`, `backward_launches`), prices each launch by `cost.py` with the coefficients that were measured
 on the card, and takes the cheapest sum. Candidates: no split; segments of 4, 8, 16, … chunks; segments that fill the
 multiprocessors once or twice.
 Whether a walk's CTA takes all of V or 64 columns is not a candidate but `kernels/launch.py`'s rule, asked here.
@@ -44,6 +44,8 @@ FORCED_SEGMENTS = 4
 MAX_RUNS = 8
 # The launches of a split cost as much as walking a few chunks.
 MIN_SEGMENT_CHUNKS = 4
+# A walk of segment_ends starts and ends in the time of so many of its chunks.
+ENDS_START_CHUNKS = 2
 
 
 @dataclass(frozen=True)
@@ -151,23 +153,22 @@ def _walk(kernel: str, shape: Shape, segments, directions: int = 1) -> Launch:
 def _segment_ends(shape: Shape, segment_chunks: int, num_segments: int, *, reverse: bool) -> Launch:
     """The segments' end states from zero, and forward their transitions, whose columns are tiles of their own.
 
-    A head that carries walks its whole segments, b and transition at once; another one b alone over its warm-up. The
-    other CTAs exit: transitions nobody needs, and the segment of each sequence that hands nothing on. Nobody knows
-    before the launch which heads carry, so that long CTAs also start behind short ones: the short ones come first here.
+    A head that carries walks its whole segments, b and transition at once; another one b alone over its warm-up. Every
+    kind of walk has its CTAs, the long ones first (`kernels/tiles/decay.py`); those that a head does not need exit.
     """
     pairs, walking = shape.num_v_heads * num_segments, num_segments - shape.num_seqs
     warpgroups = launch.num_end_warpgroups(pairs, shape.head_dim_k, shape.head_dim_v, shape.num_sms, segment_chunks)
     tiles = shape.head_dim_v // (64 * warpgroups)
-    both = tiles if reverse else tiles + shape.head_dim_k // (64 * warpgroups)
-    carrying, runs = 0, []
+    long_tiles = tiles if reverse else tiles + shape.head_dim_k // (64 * warpgroups)
+    carrying, short = 0, []
     for warmup, heads in shape.warmups:
         if warmup is None or warmup > segment_chunks:
             carrying += heads
         else:
-            runs.append((warmup, walking * heads * tiles))
-    runs.append((segment_chunks, walking * carrying * both))
+            short.append((ENDS_START_CHUNKS + warmup, walking * heads * tiles))
+    runs = ((ENDS_START_CHUNKS + segment_chunks, walking * carrying * long_tiles), *reversed(short))
     kernel = "segment_ends_reverse" if reverse else "segment_ends"
-    return Launch(f"{kernel}_w{warpgroups}", tuple(runs), pairs * both)
+    return Launch(f"{kernel}_w{warpgroups}", runs, walking * shape.num_v_heads * (long_tiles + tiles))
 
 
 def _scan(shape: Shape, segment_chunks: int) -> Launch:
@@ -181,7 +182,7 @@ def _scan(shape: Shape, segment_chunks: int) -> Launch:
     return Launch("segment_scan", runs, shape.num_seqs * shape.num_v_heads * tiles)
 
 
-def _common_launch(passes: str, shape: Shape) -> Launch:
+def common_launch(passes: str, shape: Shape) -> Launch:
     """What a split does not change: a CTA a chunk and four value heads, or a chunk and value head."""
     if passes == "fwd":
         count = shape.total_chunks * -(-shape.num_v_heads // 4)
@@ -190,7 +191,7 @@ def _common_launch(passes: str, shape: Shape) -> Launch:
     return Launch("gradients", ((1, count),), count)
 
 
-def _forward_launches(shape: Shape, segment_chunks: int | None) -> list[Launch]:
+def forward_launches(shape: Shape, segment_chunks: int | None) -> list[Launch]:
     segments = shape.segments(segment_chunks)
     walk = _walk("fused_fwd", shape, segments)
     if segment_chunks is None:
@@ -198,7 +199,7 @@ def _forward_launches(shape: Shape, segment_chunks: int | None) -> list[Launch]:
     return [walk, _scan(shape, segment_chunks), _segment_ends(shape, segment_chunks, segments[1], reverse=False)]
 
 
-def _backward_launches(shape: Shape, segment_chunks: int | None, cached: int | None) -> list[Launch]:
+def backward_launches(shape: Shape, segment_chunks: int | None, cached: int | None) -> list[Launch]:
     segments = shape.segments(segment_chunks)
     walk = _walk("states", shape, segments, directions=2)
     if segment_chunks is None:
@@ -219,16 +220,16 @@ def candidates(shape: Shape) -> list[int]:
         for waves in (1, 2):
             wanted = waves * shape.num_sms // (shape.num_v_heads * ctas_per_pair)
             if wanted > shape.num_seqs:
-                found.add(_shortest_for(shape, wanted))
+                found.add(shortest_for(shape, wanted))
     balanced = sorted(found, reverse=True)
     low, high = (balanced[-1], balanced[0]) if balanced else (MIN_SEGMENT_CHUNKS, shape.longest)
-    powers = (1 << n for n in range((2 * high).bit_length(), -1, -1))
+    powers = (1 << n for n in range((4 * high).bit_length(), -1, -1))
     # Far shorter segments only add walks and steps of the scan; far longer ones leave multiprocessors idle.
-    near = (n for n in powers if low <= 2 * n and n <= 2 * high)
+    near = (n for n in powers if low <= 2 * n and n <= 4 * high)
     return [n for n in dict.fromkeys((*balanced, *near)) if MIN_SEGMENT_CHUNKS <= n < shape.longest]
 
 
-def _shortest_for(shape: Shape, wanted: int) -> int:
+def shortest_for(shape: Shape, wanted: int) -> int:
     """The shortest segments of which there are no more than `wanted`."""
     if len(shape.lengths) == 1:
         return -(-shape.longest // (wanted // shape.num_seqs))
@@ -255,15 +256,15 @@ def choose(passes: str, shape: Shape, table: coefs.Table, request: Request = AUT
         request: what is allowed or wanted.
         cached: segment length whose forward results are at hand (bwd).
     """
-    common = _common_launch(passes, shape)
+    common = common_launch(passes, shape)
     common_ms = cost.launch_ms(common, table, shape.num_sms)
 
     def price(segment_chunks, limit_ms=float("inf")):
         """(kernel, ms) of each launch and their sum; None as soon as the sum is not below the limit."""
         if passes == "fwd":
-            launches = _forward_launches(shape, segment_chunks)
+            launches = forward_launches(shape, segment_chunks)
         else:
-            launches = _backward_launches(shape, segment_chunks, cached)
+            launches = backward_launches(shape, segment_chunks, cached)
         times, total_ms = [(common.kernel, common_ms)], common_ms
         for each in launches:
             ms = cost.launch_ms(each, table, shape.num_sms)
@@ -307,7 +308,7 @@ def choose(passes: str, shape: Shape, table: coefs.Table, request: Request = AUT
 # --- from a call to its shape
 
 
-def _warmups(num_v_heads: int, tolerance: float, decays) -> tuple[tuple[int | None, int], ...]:
+def head_warmups(num_v_heads: int, tolerance: float, decays) -> tuple[tuple[int | None, int], ...]:
     """(chunks until a head's decay reaches the tolerance or None, how many heads), sorted."""
     if decays is None:
         never = round(SHARE_NEVER_DECAYING * num_v_heads)
@@ -316,7 +317,7 @@ def _warmups(num_v_heads: int, tolerance: float, decays) -> tuple[tuple[int | No
     return tuple(sorted(chunks.items(), key=lambda item: (item[0] is None, item[0])))
 
 
-def _runs(chunks: list[int]) -> tuple[tuple[int, int], ...]:
+def length_runs(chunks: list[int]) -> tuple[tuple[int, int], ...]:
     """Run-length form of the sequences' chunk counts, the empty ones left out; grouped by size where there are many."""
     runs = []
     for each in chunks:
@@ -341,10 +342,10 @@ def _lengths_key(seqs):
     return seqs.num_seqs, -(-seqs.num_tokens // max(seqs.num_seqs, 1))
 
 
-def _chunk_runs(key) -> tuple[tuple[int, int], ...]:
+def key_runs(key) -> tuple[tuple[int, int], ...]:
     if isinstance(key[0], bytes):
         offsets = memoryview(key[0]).cast({4: "i", 8: "q"}[key[1]]).tolist()
-        return _runs([-(-max(0, end - start) // CHUNK_SIZE) for start, end in zip(offsets, offsets[1:])])
+        return length_runs([-(-max(0, end - start) // CHUNK_SIZE) for start, end in zip(offsets, offsets[1:])])
     num_seqs, tokens = key
     return ((-(-tokens // CHUNK_SIZE), num_seqs),) if num_seqs and tokens else ()
 
@@ -365,8 +366,8 @@ def plan_lengths(
         request: what may be done.
         cached: segment length whose forward results are at hand (bwd).
     """
-    warmups = _warmups(num_v_heads, tolerance, request.decays)
-    shape = Shape.of(_chunk_runs(key), num_v_heads, head_dims, num_sms, warmups)
+    warmups = head_warmups(num_v_heads, tolerance, request.decays)
+    shape = Shape.of(key_runs(key), num_v_heads, head_dims, num_sms, warmups)
     table = coefs.load(arch)
     if table is None:
         return Plan(None, shape.num_seqs, (), f"there are no coefficients for {arch.name}")

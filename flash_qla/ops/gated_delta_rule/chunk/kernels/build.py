@@ -46,7 +46,7 @@ def build(make, spec, arch: Arch):
                 compiled = compile_now(make, spec, arch)
                 _compiled.append(compiled)
                 kernel = _kernels[key] = _entry_point(compiled)
-    return kernel if _recorder.launches is None else _Recorded(kernel, _recorder.launches)
+    return kernel if _recorder.launches is None else _Recorded(key, kernel, _recorder.launches)
 
 
 def _entry_point(compiled):
@@ -69,17 +69,20 @@ _recorder = _Recorder()
 class _Recorded:
     """A kernel whose launches are noted down."""
 
-    def __init__(self, kernel, launches):
-        self.kernel, self.launches = kernel, launches
+    def __init__(self, key, kernel, launches):
+        self.key, self.kernel, self.launches = key, kernel, launches
 
     def __call__(self, *arguments):
-        self.launches.append((self.kernel, arguments))
+        self.launches.append((self.key, self.kernel, arguments))
         return self.kernel(*arguments)
 
 
 @contextmanager
 def record_launches():
-    """Context whose value is the list of (kernel, arguments) that this thread launches inside, in order."""
+    """Context whose value is the list of what this thread launches inside, in order.
+
+    Each launch is (key, kernel, arguments), its key (make, spec, arch's name).
+    """
     before, _recorder.launches = _recorder.launches, []
     try:
         yield _recorder.launches

@@ -38,8 +38,13 @@ products), and strong chunks have a body of their own, since a branch in the mid
 U is issued whole before O of the chunk before is scaled: `arrive` between them holds ptxas' scheduler off.
 
 Shared memory, K = V = 128: a stage is k 16 + q 16 + v 8 W + t 8 + p 8 KB; o 8 W KB; 4 slots of 1.75 KB of row factors.
-Grid: x = (sequence, value head, V tile), the V tile innermost.
+Grid: x = (sequence, value head, V tile), the V tile innermost; persistent CTAs: fused_walks.py.
 Longer than a kernel file should be: five roles and the barriers between them are one protocol, read together.
+
+Launched as a programmatic dependent: CTAs may start while the launch before this one ends. Where that is the solve of
+T_inv and g_cumsum (follows_solve), which itself starts only after everything older is complete, the only threads that
+wait for it (`T.pdl_sync`) are those that read these two: load before its first T, gate before its first gate, and
+load's prefetch after them. Anything else may have written the other inputs, so all threads wait first.
 """
 
 from dataclasses import dataclass
@@ -50,7 +55,7 @@ from flash_qla import arch as archs
 
 from . import launch
 from .build import build
-from .tiles import fragments, layouts, pipeline, program, rows, scores, state
+from .tiles import fragments, layouts, pipeline, program, rows, scores, state, walks
 
 C = 64
 V_TILE = 64
@@ -59,12 +64,14 @@ LOG2E = 1.4426950408889634
 # Largest |log2| of a mild chunk's factors: far from the operand type's ends, whatever V's magnitude.
 MILD_LOG2 = {"bfloat16": 48.0, "float16": 4.0}
 REGISTERS = {1: (40, 104, 240), 2: (32, 64, 208)}
+KNOWN_SPILL_BYTES = 8  # two value warpgroups, one walk a CTA: a word of the prologue of roles with 32 registers
 LATE = {1: True, 2: False}  # O leaves under the products of the next chunk, where registers allow
 PREFETCH_CHUNKS = 2
 FIRST_GATE_THREAD, FIRST_VALUE_THREAD = 64, 256
 GATE_SLOTS = STAGES + 1
 STRONG = 1
 SCORES_BARRIER = 15
+STORE_AND_GATE_WARPS = 3
 UNROLL = {1: 4, 2: 2}  # of T's scaling: scores has fewer registers beside two value warpgroups
 RENORM = 2
 ROWS = T.GemmWarpPolicy.FullRow  # 64 rows for each warpgroup
@@ -88,6 +95,7 @@ class Spec:
         head_dim_k, head_dim_v: 64 or 128.
         value_warpgroups: 64-column slices of V per CTA.
         store_h: whether the state entering each chunk is written.
+        persistent: whether CTAs take walks until none is left (fused_walks.py); not with store_h.
     """
 
     dtype: str
@@ -98,6 +106,7 @@ class Spec:
     head_dim_v: int = 128
     value_warpgroups: int = 1
     store_h: bool = False
+    persistent: bool = False
 
 
 @dataclass
@@ -126,6 +135,8 @@ class Smem:
     used: object
     o_ready: object
     o_free: object
+    walks: object
+    persistent: bool
 
 
 @dataclass
@@ -146,6 +157,29 @@ class Walk:
     k_head: object
     v_head: object
     v_col: object
+    base: int = 0  # chunks of the CTA's earlier walks
+
+
+def count(m: Smem, i):
+    """A number of chunks: persistent CTAs know it as not negative only so, and signed division costs more."""
+    return T.cast(i, "uint32") if m.persistent else i
+
+
+def as_index(m: Smem, x):
+    return T.cast(x, "int32") if m.persistent else x
+
+
+def stage_of(m: Smem, i):
+    return as_index(m, count(m, i) % STAGES)
+
+
+def turn_of(m: Smem, i):
+    """How often the ring went round before chunk i."""
+    return as_index(m, count(m, i) // STAGES)
+
+
+def gate_of(m: Smem, i):
+    return as_index(m, count(m, i) % GATE_SLOTS)
 
 
 @T.macro
@@ -177,6 +211,8 @@ def load_role(spec: Spec, m: Smem, walk: Walk, q, k, v, T_inv, g_cumsum, beta):
         T.tma_copy(
             q[walk.batch, left:right, walk.k_head, 0 : spec.head_dim_k], m.q[stage, :, :], barrier=m.loaded[stage]
         )
+        if i == 0:
+            T.pdl_sync()
         T.tma_copy(T_inv[walk.batch, left:right, walk.v_head, 0:C], m.t[stage, :, :], barrier=m.loaded[stage])
         if T.shuffle_elect(32):
             T.barrier_arrive(m.loaded[stage])
@@ -208,6 +244,7 @@ def gate_role(spec: Spec, m: Smem, walk: Walk, g_cumsum, beta, scale):
     mode = T.alloc_var("int32")
     pending = T.alloc_var("float32")  # log2 of the true state over the registers' state
     pending = 0.0
+    T.pdl_sync()  # without a chunk, too: this launch must not end before the one that it follows
     for i in T.serial(walk.chunks):
         stage = i % STAGES
         gate = i % GATE_SLOTS
@@ -279,6 +316,7 @@ class Tiles:
     """Fragments of a value warpgroup; rows are columns of V."""
 
     S: object
+    S_next: object
     S_op: object
     U: object
     W_op: object
@@ -291,6 +329,7 @@ def allocate_tiles(spec: Spec) -> Tiles:
     width = V_TILE * spec.value_warpgroups
     f = Tiles(
         S=T.alloc_fragment((width, spec.head_dim_k), "float32"),
+        S_next=T.alloc_fragment((width, spec.head_dim_k), "float32") if spec.persistent else None,
         S_op=T.alloc_fragment((width, spec.head_dim_k), spec.dtype),
         U=T.alloc_fragment((width, C), "float32"),
         W_op=T.alloc_fragment((width, C), spec.dtype),
@@ -305,14 +344,14 @@ def allocate_tiles(spec: Spec) -> Tiles:
 def load_values(spec: Spec, m: Smem, f: Tiles, i):
     """Call expression: W_op = chunk i's V, transposed, this warpgroup's 64 columns."""
     part = (T.get_thread_binding() - FIRST_VALUE_THREAD) // 128
-    tile = m.v.access_ptr("r", offset=(i % STAGES * spec.value_warpgroups + part) * (C * V_TILE))
+    tile = m.v.access_ptr("r", offset=(stage_of(m, i) * spec.value_warpgroups + part) * (C * V_TILE))
     return T.call_extern("void", "flash_qla::load_transposed", f.W_op.access_ptr("w"), tile)
 
 
 @T.macro
 def read_state(m: Smem, f: Tiles, i):
     """Issues chunk i's U."""
-    T.wgmma_gemm(f.S_op, m.k[i % STAGES, :, :], f.U, transpose_B=True, clear_accum=True, policy=ROWS)  # F3
+    T.wgmma_gemm(f.S_op, m.k[stage_of(m, i), :, :], f.U, transpose_B=True, clear_accum=True, policy=ROWS)  # F3
 
 
 @T.macro
@@ -324,18 +363,18 @@ def wait_state(spec: Spec, m: Smem, f: Tiles, i):
 
 
 @T.macro
-def solve_chunk(spec: Spec, m: Smem, f: Tiles, i, strong):
+def solve_chunk(spec: Spec, m: Smem, f: Tiles, i, first, strong):
     """Completes chunk i's Vd and issues S Q."""
     for jv, j in T.Parallel(m.width, C):
         f.W_op[jv, j] = T.cast(
-            T.cast(f.W_op[jv, j], "float32") + f.U[jv, j] * m.pre[i % GATE_SLOTS, j], spec.dtype
+            T.cast(f.W_op[jv, j], "float32") + f.U[jv, j] * m.pre[gate_of(m, i), j], spec.dtype
         )  # F4, without beta
-    T.wgmma_gemm(f.W_op, m.t[i % STAGES, :, :], f.U, transpose_B=True, clear_accum=True, policy=ROWS)  # F5
-    T.wgmma_gemm(f.S_op, m.q[i % STAGES, :, :], f.O, transpose_B=True, clear_accum=True, policy=ROWS)
+    T.wgmma_gemm(f.W_op, m.t[stage_of(m, i), :, :], f.U, transpose_B=True, clear_accum=True, policy=ROWS)  # F5
+    T.wgmma_gemm(f.S_op, m.q[stage_of(m, i), :, :], f.O, transpose_B=True, clear_accum=True, policy=ROWS)
     if LATE[spec.value_warpgroups]:
-        if i > 0:
+        if i > first:
             send_output(m, f, i - 1)
-    T.barrier_wait(m.scored[i % STAGES], (i // STAGES) % 2)
+    T.barrier_wait(m.scored[stage_of(m, i)], turn_of(m, i) % 2)
     if strong:
         T.wait_wgmma(0)
         T.warpgroup_fence_operand(f.O, num_regs=V_TILE * C // 128)
@@ -353,19 +392,19 @@ def scale_state(spec: Spec, m: Smem, f: Tiles, gate):
 @T.macro
 def write_state(m: Smem, f: Tiles, i):
     """Issues S += (e Vd) K."""
-    T.wgmma_gemm(f.Vd_op, m.k[i % STAGES, :, :], f.S, clear_accum=False, policy=ROWS)  # F8
+    T.wgmma_gemm(f.Vd_op, m.k[stage_of(m, i), :, :], f.S, clear_accum=False, policy=ROWS)  # F8
 
 
 @T.macro
 def read_writes(m: Smem, f: Tiles, i):
     """Issues O += Vd P."""
-    T.wgmma_gemm(f.Vd_op, m.p[i % STAGES, :, :], f.O, transpose_B=True, clear_accum=False, policy=ROWS)  # F7
+    T.wgmma_gemm(f.Vd_op, m.p[stage_of(m, i), :, :], f.O, transpose_B=True, clear_accum=False, policy=ROWS)  # F7
 
 
 @T.macro
 def apply_chunk(spec: Spec, m: Smem, f: Tiles, i, strong):
     """Issues S(i + 1) = e^{g_C} S + (e Vd) K, then O(i) += Vd P."""
-    gate = i % GATE_SLOTS
+    gate = gate_of(m, i)
     if strong:
         scale_state(spec, m, f, gate)
         for jv, j in T.Parallel(m.width, C):
@@ -385,22 +424,22 @@ def apply_chunk(spec: Spec, m: Smem, f: Tiles, i, strong):
 @T.macro
 def next_chunk(spec: Spec, m: Smem, walk: Walk, f: Tiles, i, mode: T.Ref, strong, h, first_chunk):
     """Chunk i from its U on, to the next chunk's U. Nothing is in flight before or after."""
-    solve_chunk(spec, m, f, i, strong)
+    solve_chunk(spec, m, f, i, walk.base, strong)
     apply_chunk(spec, m, f, i, strong)
-    T.barrier_wait(m.solved[(i + 1) % STAGES], ((i + 1) // STAGES) % 2)  # which waited for loaded
+    T.barrier_wait(m.solved[stage_of(m, i + 1)], turn_of(m, i + 1) % 2)  # which waited for loaded
     T.wait_wgmma(1)
     T.warpgroup_fence_operand(f.S, num_regs=V_TILE * spec.head_dim_k // 128)
-    pipeline.arrive(m.freed, i % STAGES)
+    pipeline.arrive(m.freed, stage_of(m, i))
     if not strong:
         if mode == RENORM:
-            scale_state(spec, m, f, i % GATE_SLOTS)
+            scale_state(spec, m, f, gate_of(m, i))
     if spec.store_h:
         store_entering(spec, m, f, walk, h, first_chunk, i + 1)
     T.copy(f.S, f.S_op)
     T.wait_wgmma(0)  # U takes Vd's place
     read_state(m, f, i + 1)
-    pipeline.arrive(m.used, i % STAGES)
-    mode = m.mode[(i + 1) % GATE_SLOTS]
+    pipeline.arrive(m.used, stage_of(m, i))
+    mode = m.mode[gate_of(m, i + 1)]
     scale_output(m, f, i, spec.dtype)
     if not LATE[spec.value_warpgroups]:
         send_output(m, f, i)
@@ -408,15 +447,18 @@ def next_chunk(spec: Spec, m: Smem, walk: Walk, f: Tiles, i, mode: T.Ref, strong
 
 
 @T.macro
-def last_chunk(spec: Spec, m: Smem, f: Tiles, i, mode, strong):
+def last_chunk(spec: Spec, m: Smem, walk: Walk, f: Tiles, i, mode, strong):
     """Chunk i from its U on."""
-    solve_chunk(spec, m, f, i, strong)
+    solve_chunk(spec, m, f, i, walk.base, strong)
     apply_chunk(spec, m, f, i, strong)
     T.wait_wgmma(0)
     T.warpgroup_fence_operand(f.S, num_regs=V_TILE * spec.head_dim_k // 128)
+    if spec.persistent:
+        pipeline.arrive(m.freed, stage_of(m, i))
+        pipeline.arrive(m.used, stage_of(m, i))
     if not strong:
         if mode == RENORM:
-            scale_state(spec, m, f, i % GATE_SLOTS)
+            scale_state(spec, m, f, gate_of(m, i))
     scale_output(m, f, i, spec.dtype)
     send_output(m, f, i)
 
@@ -425,7 +467,7 @@ def last_chunk(spec: Spec, m: Smem, f: Tiles, i, mode, strong):
 def scale_output(m: Smem, f: Tiles, i, dtype):
     T.warpgroup_fence_operand(f.O, num_regs=V_TILE * C // 128)
     for jv, j in T.Parallel(m.width, C):
-        f.O_out[j, jv] = T.cast(f.O[jv, j] * m.post[i % GATE_SLOTS, j], dtype)
+        f.O_out[j, jv] = T.cast(f.O[jv, j] * m.post[gate_of(m, i), j], dtype)
 
 
 @T.macro
@@ -459,9 +501,9 @@ def value_role(spec: Spec, m: Smem, walk: Walk, h0, starts, ht, h, first_chunk):
             else:
                 next_chunk(spec, m, walk, f, i, mode, False, h, first_chunk)
         if mode == STRONG:
-            last_chunk(spec, m, f, last, mode, True)
+            last_chunk(spec, m, walk, f, last, mode, True)
         else:
-            last_chunk(spec, m, f, last, mode, False)
+            last_chunk(spec, m, walk, f, last, mode, False)
     if walk.ht_row < ht.shape[0]:
         state.store_lean(ht, f.S, walk.ht_row, walk.v_head, walk.v_col, spec.head_dim_k, FIRST_VALUE_THREAD)
 
@@ -499,6 +541,8 @@ def allocate(spec: Spec) -> Smem:
         used=T.alloc_barrier([warps * wgs] * STAGES),
         o_ready=T.alloc_barrier([warps * wgs]),
         o_free=T.alloc_barrier([1]),
+        walks=walks.allocate(STORE_AND_GATE_WARPS + warps + warps * wgs) if spec.persistent else None,
+        persistent=spec.persistent,
     )
     T.annotate_layout(layouts.swizzled(m.v, m.o))
     return m
@@ -506,6 +550,10 @@ def allocate(spec: Spec) -> Smem:
 
 def make(spec: Spec):
     """Returns the prim_func of a specification."""
+    if spec.persistent:
+        from . import fused_walks
+
+        return fused_walks.make(spec)
     K, V, wgs = spec.head_dim_k, spec.head_dim_v, spec.value_warpgroups
     v_tiles = V // (V_TILE * wgs)
     load_regs, scores_regs, value_regs = REGISTERS[wgs]
@@ -537,11 +585,14 @@ def make(spec: Spec):
         seq_len: T.int32,
         segment_tokens: T.int32,
         num_slots: T.int32,
+        follows_solve: T.int32,
     ):
         with T.Kernel(num_slots * num_v_heads * v_tiles, threads=128 * (2 + wgs)) as (block,):
             T.import_source(
                 fragments.LEAN_SOURCE + rows.SOURCE + state.LEAN_SOURCE + scores.source(spec.dtype, UNROLL[wgs])
             )
+            if follows_solve == 0:
+                T.pdl_sync()
             m = allocate(spec)
             n, seq_batch, start, length = (T.alloc_var("int32") for _ in range(4))
             slot, segment, ht_row = (T.alloc_var("int32") for _ in range(3))
@@ -593,12 +644,15 @@ def make(spec: Spec):
 def specs(dtype, beta_dtype, h0_dtype, ht_dtype, head_dim_k, head_dim_v, store_h=False) -> list[Spec]:
     """Every variant that a configuration can ask for."""
     return [
-        Spec(dtype, beta_dtype, h0_dtype, ht_dtype, head_dim_k, head_dim_v, wgs, store_h)
+        Spec(dtype, beta_dtype, h0_dtype, ht_dtype, head_dim_k, head_dim_v, wgs, store_h, persistent)
         for wgs in range(1, head_dim_v // V_TILE + 1)
+        for persistent in ((False, True) if wgs == 2 and head_dim_k == 128 and not store_h else (False,))
     ]
 
 
-def fused_forward(o, ht, h, q, k, v, T_inv, g_cumsum, beta, scale, h0, seqs, entering=None):
+def fused_forward(
+    o, ht, h, q, k, v, T_inv, g_cumsum, beta, scale, h0, seqs, entering=None, follows_solve=False
+):  # fmt: skip
     """Launches the walk. Equations: F3 to F8.
 
     Args:
@@ -613,6 +667,8 @@ def fused_forward(o, ht, h, q, k, v, T_inv, g_cumsum, beta, scale, h0, seqs, ent
         h0: logical `[N, Hv, K, V]` initial state (any strides) or None.
         seqs: the sequences.
         entering: `SegmentStates` where every segment starts at once, None for one walk per sequence.
+        follows_solve: the stream's last launch is the solve that makes T_inv and g_cumsum, everything else was there
+            before it.
     """
     device, num_v_heads, head_dim_v, head_dim_k = v.device, v.shape[2], v.shape[3], k.shape[3]
     if seqs.num_seqs == 0 or num_v_heads == 0:
@@ -620,6 +676,8 @@ def fused_forward(o, ht, h, q, k, v, T_inv, g_cumsum, beta, scale, h0, seqs, ent
         return
     names = launch.DTYPE_NAMES
     ht_dtype = names[ht.dtype] if ht is not None else "float32"
+    num_sms = archs.num_sms(device)
+    warpgroups = launch.num_value_warpgroups(launch.num_walks(seqs, entering) * num_v_heads, head_dim_v, num_sms)
     spec = Spec(
         dtype=names[q.dtype],
         beta_dtype=names[beta.dtype],
@@ -627,15 +685,19 @@ def fused_forward(o, ht, h, q, k, v, T_inv, g_cumsum, beta, scale, h0, seqs, ent
         ht_dtype=ht_dtype,
         head_dim_k=head_dim_k,
         head_dim_v=head_dim_v,
-        value_warpgroups=launch.num_value_warpgroups(
-            launch.num_walks(seqs, entering) * num_v_heads, head_dim_v, archs.num_sms(device)
-        ),
+        value_warpgroups=warpgroups,
         store_h=h is not None,
+        persistent=head_dim_k == 128  # 64 spills
+        and h is None
+        and entering is None
+        and launch.has_persistent_walks(seqs, num_v_heads, warpgroups, num_sms),
     )
-    launch_spec(spec, o, ht, h, q, k, v, T_inv, g_cumsum, beta, scale, h0, seqs, entering)
+    launch_spec(spec, o, ht, h, q, k, v, T_inv, g_cumsum, beta, scale, h0, seqs, entering, follows_solve)
 
 
-def launch_spec(spec, o, ht, h, q, k, v, T_inv, g_cumsum, beta, scale, h0, seqs, entering=None):
+def launch_spec(
+    spec, o, ht, h, q, k, v, T_inv, g_cumsum, beta, scale, h0, seqs, entering=None, follows_solve=False
+):  # fmt: skip
     """`fused_forward` with the variant chosen by the caller (the planner, tests, tools)."""
     device, trailing = v.device, (v.shape[2], spec.head_dim_k, spec.head_dim_v)
     if h0 is None:
@@ -648,11 +710,19 @@ def launch_spec(spec, o, ht, h, q, k, v, T_inv, g_cumsum, beta, scale, h0, seqs,
     starts, segment_tokens, num_slots = launch.segment_arguments(
         seqs, entering, device, v.shape[2], spec.head_dim_v, spec.head_dim_k
     )
+    grid = ()
+    if spec.persistent:
+        num_walks = num_slots * v.shape[2] * (spec.head_dim_v // (V_TILE * spec.value_warpgroups))
+        grid = (min(num_walks, archs.num_sms(device)),)
     kernel = build(make, spec, archs.of_device(device))
-    q, k, v, target = (launch.tma_ready(x) for x in (q, k, v, o))
+    given = (q, k, v, o)
+    q, k, v, target = (launch.tma_ready(x) for x in given)
+    if follows_solve:  # a copy made just now is the stream's last launch
+        copied = any(x.data_ptr() != y.data_ptr() for x, y in zip(given, (q, k, v, target)))
+        follows_solve = not (copied or (seqs.is_varlen and cu.data_ptr() != seqs.cu_seqlens.data_ptr()))
     kernel(
         q, k, v, T_inv, g_cumsum, beta, h0, starts, cu, target, ht, h, scale, seqs.num_seqs, cu_step, seq_len,
-        segment_tokens, num_slots,
+        segment_tokens, num_slots, int(follows_solve), *grid,
     )  # fmt: skip
     if target.data_ptr() != o.data_ptr():
         o.copy_(target)

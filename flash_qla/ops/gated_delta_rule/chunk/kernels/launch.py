@@ -122,13 +122,32 @@ def num_value_warpgroups(num_pairs: int, head_dim_v: int, num_sms: int) -> int:
     return 1 if waves_split * ONE_WARPGROUP_COST < waves_whole else 2
 
 
+# Up to this mean length a walk's start and end, which persistent CTAs hide, cost more than their slower chunks (H200).
+PERSISTENT_CHUNKS = 32
+
+
+def has_persistent_walks(seqs: Sequences, num_v_heads: int, warpgroups: int, num_sms: int) -> bool:
+    """Whether the fused forward's CTAs take several walks each. Lengths are not known: their mean decides.
+
+    Args:
+        seqs: the sequences, unsplit.
+        num_v_heads: value heads.
+        warpgroups: 64-column slices of V per CTA; with one, and its shorter chunks, nothing was won.
+        num_sms: multiprocessors of the device.
+    """
+    is_short = seqs.flat_tokens <= PERSISTENT_CHUNKS * seqs.chunk_size * seqs.num_seqs
+    return warpgroups == 2 and seqs.num_seqs * num_v_heads > num_sms and is_short
+
+
 # Columns of V per CTA of segment_scan.
 SCAN_COLUMNS = 32
 
 
-# Where segment_ends is quicker with 64 columns per CTA: half as long a chunk, twice the CTAs, most of which only start
-# and exit. Pairs per chunk of a segment, on 132 multiprocessors: 0.657 us saved a chunk, 0.316 us more a pair (H200).
-NARROW_ENDS_PAIRS_PER_CHUNK = 2.077
+# Where segment_ends is quicker with 64 columns per CTA: a chunk takes half as long, but there are twice the CTAs, most
+# of which only decide that they have nothing to do. Pairs up to a + b chunks of a segment, on 132 multiprocessors;
+# measured on an H200: 64 pairs with 16 chunks and 32 with 8 gain 18 to 24 %, 88 with 12 and 128 with 32 lose 4 to 9 %.
+NARROW_ENDS_PAIRS = 44
+NARROW_ENDS_PAIRS_PER_CHUNK = 2
 
 
 def num_end_warpgroups(num_pairs: int, head_dim_k: int, head_dim_v: int, num_sms: int, segment_chunks: int) -> int:
@@ -142,4 +161,5 @@ def num_end_warpgroups(num_pairs: int, head_dim_k: int, head_dim_v: int, num_sms
     """
     if min(head_dim_k, head_dim_v) < 128:
         return 1
-    return 1 if 132 * num_pairs < NARROW_ENDS_PAIRS_PER_CHUNK * segment_chunks * num_sms else 2
+    most = NARROW_ENDS_PAIRS + NARROW_ENDS_PAIRS_PER_CHUNK * segment_chunks
+    return 1 if 132 * num_pairs <= most * num_sms else 2

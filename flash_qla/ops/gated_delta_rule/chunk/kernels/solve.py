@@ -4,8 +4,9 @@
     T_inv = (I + L)^-1,  L_ij = beta_i exp(g_i - g_j) (k_i . k_j), i > j      F2
 
 Persistent CTAs. A task is a chunk slot and four neighbouring value heads (a "quad") with one, two or four key heads
-among them; tasks are dealt out round robin, quads fastest: neighbours share the gates' cache lines. The load warp runs
-one task ahead of the warpgroup: keys and gates of the next task arrive while this one's matrices are inverted.
+among them; tasks are dealt out round robin, quads fastest: neighbours share the gates' cache lines; last chunks first:
+the walk that comes next finds its first ones in the L2 cache. The load warp runs one task ahead of the warpgroup: keys
+and gates of the next task arrive while this one's matrices are inverted.
 
     role            threads  computes
     warps 0 to 3    128      K Kᵀ of each key head (wgmma) into keys; then warp w inverts for value head w by itself
@@ -69,6 +70,7 @@ BATCH, START, ROWS, FIRST_HEAD, HEADS, PRODUCTS, LEFT = range(
 )  # a task's words; LEFT: first_head's place in its group
 TASK = 8
 WORDS = CHUNK_SIZE // 2  # T's rows, as 32-bit words
+HALF_CHUNK, HALF_TILE = CHUNK_SIZE // 2, CHUNK_SIZE // 2 * WORDS
 TMA_FLOAT32, TMA_SWIZZLE_128, TMA_L2_256 = 7, 3, 2  # CUtensorMap enumerators
 # Warps run heads of their own: automatic barriers would be reached by some of them only. All are written by hand.
 # Every row is checked against the chunk's own rows, so the bounds checks of plain accesses stay out as well.
@@ -169,6 +171,7 @@ def next_chunk(tasks: Tasks, problem: Problem, task: T.Ref, batch: T.Ref, start:
     while (rows <= 0) & (task < tasks.count):
         slot = T.truncdiv(task, tasks.quads)
         first_head = (task - slot * tasks.quads) * WARPS  # noqa: F841, the caller's
+        slot = T.truncdiv(tasks.count, tasks.quads) - 1 - slot
         sequence_of_slot_by_warp(*problem.cu, CHUNK_SIZE, slot, n, chunk)
         locate_sequence(*problem.cu[:-1], n, batch, start, rows)
         start = start + chunk * CHUNK_SIZE
@@ -296,27 +299,39 @@ def make_all_keys(spec: Spec, m: Smem, task, used: T.Ref, rows):
 
 
 @T.macro
-def store_tile(T_inv, scratch, base, batch, start, rows, head, lane, shape):
-    """The finished tile to memory: by TMA when the chunk is full, else row by row, 16 bytes a lane."""
+def store_tile(T_inv, scratch, base, batch, start, rows, head, lane, shape, whole):
+    """The finished tile to memory: by TMA when the chunk is full, else row by row, 16 bytes a lane.
+
+    whole = 0: without the upper right quarter, which is zero and whose reader knows it.
+    """
     if rows == CHUNK_SIZE:
         T.fence_proxy_async()
         T.sync_warp()
         if T.shuffle_elect(32):
-            tma_store_words(T_inv, shape, scratch, base, batch, start, head)
+            tma_store_words(T_inv, shape, scratch, base + HALF_TILE, batch, start + HALF_CHUNK, head)
+            if whole != 0:
+                tma_store_words(T_inv, shape, scratch, base, batch, start, head)
             T.tma_store_arrive()
+        if whole == 0:
+            for step in T.serial(HALF_CHUNK // 8):
+                copy_words(T_inv, scratch, base, batch, start, head, step * 8 + lane // 4, lane % 4)
     else:
         T.sync_warp()
         for step in T.serial(T.ceildiv(rows, 4)):
             row = step * 4 + lane // 8
             if row < rows:
-                for v in T.vectorized(4):
-                    T_inv[batch, start + row, head, lane % 8 * 4 + v] = scratch[
-                        base + row * WORDS + ((lane % 8) ^ (row % 8)) * 4 + v
-                    ]
+                copy_words(T_inv, scratch, base, batch, start, head, row, lane % 8)
+
+
+@T.macro
+def copy_words(T_inv, scratch, base, batch, start, head, row, group):
+    """Four words of a row of the tile."""
+    for v in T.vectorized(4):
+        T_inv[batch, start + row, head, group * 4 + v] = scratch[base + row * WORDS + (group ^ (row % 8)) * 4 + v]
 
 
 def tma_store_words(target, shape, tile, base, batch, start, head):
-    """One TMA store of a 64 x 32-word tile under the 128-byte swizzle to target[batch, start:start + 64, head, :].
+    """TMA store of half a tile (32 x 32 words, 128-byte swizzle) to target[batch, start:start + 32, head, :].
 
     `T.tma_copy` cannot do it: its source must be a whole buffer, here it is a slice that depends on the warp.
     """
@@ -327,7 +342,7 @@ def tma_store_words(target, shape, tile, base, batch, start, head):
         TMA_FLOAT32, 4, target.data,
         WORDS, num_tokens, num_v_heads, batch_size,
         4, token_bytes, head_bytes, T.cast(num_tokens, "int64") * token_bytes,
-        WORDS, CHUNK_SIZE, 1, 1,
+        WORDS, HALF_CHUNK, 1, 1,
         1, 1, 1, 1,
         0, TMA_SWIZZLE_128, TMA_L2_256, 0,
     )  # fmt: skip
@@ -350,7 +365,7 @@ def warp_solve(spec: Spec, m: Smem, warp, key) -> WarpSolve:
 
 
 @T.macro
-def invert_role(spec: Spec, m: Smem, T_inv, group, shape):
+def invert_role(spec: Spec, m: Smem, T_inv, group, shape, whole):
     count, used, task, rows, head, heads, key, thread = (T.alloc_var("int32") for _ in range(8))
     n10 = T.alloc_local((8,), "float32")
     tx = T.get_thread_binding()
@@ -376,7 +391,7 @@ def invert_role(spec: Spec, m: Smem, T_inv, group, shape):
             finish(w, n10, lane, spec.dtype)
             store_tile(
                 T_inv, m.scratch, warp * SCRATCH, m.task[task + BATCH], m.task[task + START], rows,
-                m.task[task + FIRST_HEAD] + warp, lane, shape,
+                m.task[task + FIRST_HEAD] + warp, lane, shape, whole,
             )  # fmt: skip
             head = WARPS
         if warp >= heads:
@@ -433,6 +448,7 @@ def make(spec: Spec):
         num_tasks: T.int32,
         quads: T.int32,
         ctas: T.int32,
+        whole: T.int32,
     ):
         with T.Kernel(ctas, threads=THREADS) as (block,):
             T.import_source(fragments.LEAN_SOURCE + gate.SOURCE)
@@ -442,7 +458,7 @@ def make(spec: Spec):
             tasks = Tasks(block, num_tasks, quads, ctas)
             flat_tokens = batch_size * num_tokens
             if T.get_thread_binding() < 32 * WARPS:
-                invert_role(spec, m, T_inv, T.truncdiv(num_v_heads, num_k_heads), per_head)
+                invert_role(spec, m, T_inv, T.truncdiv(num_v_heads, num_k_heads), per_head, whole)
                 if cu_step != 0:
                     zero_rows(
                         g_cumsum, T_inv, offset(cu, cu_step, seq_len, flat_tokens, num_seqs), num_tokens, tasks,
@@ -465,7 +481,7 @@ def specs(dtype="bfloat16", gate_dtype="float32", beta_dtype="float32", head_dim
     return [Spec(dtype, gate_dtype, beta_dtype, head_dim_k, products) for products in wanted]
 
 
-def solve(k: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, seqs: Sequences):
+def solve(k: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, seqs: Sequences, whole: bool = True):
     """Sums the gates and inverts the chunks' triangular matrices. Equations: F0, F1, F2.
 
     Args:
@@ -473,6 +489,7 @@ def solve(k: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, seqs: Sequences)
         g: fp32, bf16 or fp16 `[B, T, Hv]` raw natural-log gate, any strides.
         beta: fp32, bf16 or fp16 `[B, T, Hv]`, any strides.
         seqs: the sequences, at least one, inside at least one row.
+        whole: write T_inv's upper right quarter too, which is zero (the fused forward does not read it).
 
     Returns:
         g_cumsum fp32 `[B, T, Hv]` and T_inv `[B, T, Hv, 64]` in k's dtype, as `reference.solve`.
@@ -488,6 +505,6 @@ def solve(k: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, seqs: Sequences)
     ctas = min(tasks, CTAS[products] * arch_table.num_sms(k.device))
     kernel(
         tma_ready(k), g, beta, cu, g_cumsum, T_inv.view(torch.float32),
-        cu_step, seq_len, seqs.num_seqs, tasks, quads, ctas,
+        cu_step, seq_len, seqs.num_seqs, tasks, quads, ctas, int(whole),
     )  # fmt: skip
     return g_cumsum, T_inv

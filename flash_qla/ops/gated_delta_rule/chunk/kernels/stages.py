@@ -89,6 +89,25 @@ def solve(k, g, beta, seqs: Sequences):
         return _solve.solve(_pad(k, native_head_dim(k.shape[-1])), g, beta, seqs)
 
 
+def solve_and_walk(o, ht, h, q, k, v, g, beta, scale, h0, seqs: Sequences, keep_inverse=True):
+    if _is_empty(seqs):
+        g_cumsum, T_inv = solve(k, g, beta, seqs)
+        fused_forward(o, ht, h, q, k, v, T_inv, g_cumsum, beta, scale, h0, seqs)
+        return g_cumsum, T_inv
+    dim_k, dim_v, padded = native_head_dim(k.shape[-1]), native_head_dim(v.shape[-1]), _Padded()
+    with on_device(k.device):
+        # Whatever else is launched comes before solve: the walk starts while solve ends.
+        q, k, v = (tma_ready(_pad(x, dim)) for x, dim in ((q, dim_k), (k, dim_k), (v, dim_v)))
+        h0 = _pad_state(h0, dim_k, dim_v)
+        targets = padded(o, dim_v), padded(ht, dim_k, dim_v), padded(h, dim_k, dim_v)
+        g_cumsum, T_inv = _solve.solve(k, g, beta, seqs, whole=keep_inverse)
+        _fused_fwd.fused_forward(
+            *targets, q, k, v, T_inv, g_cumsum, beta, scale, h0, seqs, follows_solve=True
+        )  # fmt: skip
+        padded.write_back()
+    return g_cumsum, T_inv
+
+
 def entering_states(k, v, T_inv, g_cumsum, beta, h0, seqs: Sequences, split: Split, for_backward=False):
     if _is_empty(seqs):
         return SegmentStates(split, k.new_empty(0))

@@ -12,7 +12,7 @@ import torch
 
 from flash_qla.arch import ARCHS
 
-from . import fused_fwd, gradients, l2norm, segments, solve, states
+from . import ends, fused_fwd, gradients, l2norm, segments, solve, states
 from .launch import DTYPE_NAMES, native_head_dim
 
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
@@ -43,7 +43,8 @@ def of_configuration(
         if backward:
             found += [(states.make, spec) for spec in states.specs(dtype, head_dim_k, head_dim_v, b, h0, ht)]
     for b in beta_dtypes:
-        found += [(segments.make, spec) for spec in segments.ends_specs(dtype, head_dim_k, head_dim_v, b)]
+        for spec in ends.specs(dtype, head_dim_k, head_dim_v, b):
+            found += [(ends.make, spec), *([(ends.make_reverse, spec)] if backward else [])]
     state_dtypes = [dtype for pair in state_pairs for dtype in pair]
     found += [(segments.make_scan, spec) for spec in segments.scan_specs(state_dtypes, head_dim_k, head_dim_v)]
     if backward:

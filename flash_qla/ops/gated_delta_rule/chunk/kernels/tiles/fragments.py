@@ -138,6 +138,12 @@ def store_columns(tile, fragment, part):
     return T.call_extern("void", "flash_qla::store_columns", target, fragment.access_ptr("r"), part)
 
 
+def store_ring_columns(ring, slot, fragment, part):
+    """`store_columns` into ring[slot], 64 rows."""
+    target = ring.access_ptr("r", offset=slot * (64 * int(ring.shape[2])) + part * 64)
+    return T.call_extern("void", "flash_qla::store_columns", target, fragment.access_ptr("r"), part)
+
+
 READ_SOURCE = r"""
 namespace flash_qla {
 // load_tile without an address that lives through the role's loop (needs LEAN_SOURCE).

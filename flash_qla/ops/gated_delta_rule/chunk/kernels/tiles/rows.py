@@ -29,6 +29,19 @@ def zero_tail(target, cu, cu_step, seq_len, flat_tokens, num_seqs, n, head, col,
             row = row + num_seqs
 
 
+@T.macro
+def zero_whole_tail(target, cu, cu_step, seq_len, flat_tokens, num_seqs, first, step, num_heads, cols):
+    """Zeros in a packed tensor's rows after the last sequence: all heads of every step-th of them."""
+    if cu_step != 0:
+        row = T.alloc_var("int32")
+        row = offset(cu, cu_step, seq_len, flat_tokens, num_seqs) + first
+        while row < flat_tokens:
+            for head in T.serial(num_heads):
+                for j in T.Parallel(cols):
+                    target[0, row, head, j] = 0
+            row = row + step
+
+
 SOURCE = r"""
 namespace flash_qla {
 __device__ __forceinline__ void prefetch(void const* p) { asm volatile("prefetch.global.L1 [%0];" ::"l"(p)); }

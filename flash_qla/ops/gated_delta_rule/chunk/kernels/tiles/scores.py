@@ -26,6 +26,7 @@ __device__ __forceinline__ void store_matrices(unsigned address, unsigned const*
                :: "r"(address), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
 }
 // t = t * row factor * column factor, in place. A step's ldmatrix is issued before the last one's arithmetic.
+// The upper right quarter becomes zero whatever it holds: solve need not have written it.
 __device__ __forceinline__ void scale_inverse(void const* t, void const* row_factors, void const* col_factors) {
   unsigned thread = thread_index(), row = ((thread >> 5) & 3) * 16;
   unsigned offset = (row + (thread & 15)) * 128 + ((((thread >> 4) & 1) ^ (thread & 7)) << 4);
@@ -45,6 +46,7 @@ __device__ __forceinline__ void scale_inverse(void const* t, void const* row_fac
     for (int n = 0; n < 4; ++n) {
       float2 x = unpack(r[n]);
       r[n] = pack(x.x * (factor[n & 1] * by[n >> 1].x), x.y * (factor[n & 1] * by[n >> 1].y));
+      if (c >= 2 && row < 32) r[n] = 0;
     }
     store_matrices(from ^ (c << 5), r);
   }

@@ -90,3 +90,83 @@ def store_lean(target, state, row, head, v_col, head_dim_k, first_thread):
         head_dim_k,
         first_thread,
     )
+
+
+READ_SOURCE = r"""
+namespace flash_qla {
+__device__ __forceinline__ float get(float const* p) {
+  float x;
+  asm volatile("ld.global.f32 %0, [%1];" : "=f"(x) : "l"(p) : "memory");
+  return x;
+}
+template <typename half_t>
+__device__ __forceinline__ float get(half_t const* p) {
+  unsigned short x;
+  asm volatile("ld.global.b16 %0, [%1];" : "=h"(x) : "l"(p) : "memory");
+  return float(*(half_t const*)&x);
+}
+// S[v, k] = source[k, v], the counterpart of store_state: all loads in flight at once, one pointer, moved along.
+template <typename value_t>
+__device__ __forceinline__ void load_state(float* S, value_t const* source, long long k_stride, long long v_stride,
+                                           int columns, int first_thread) {
+  int thread = (int)thread_index() - first_thread;
+  source += (thread & 3) * 2 * k_stride + ((thread >> 5) * 16 + ((thread >> 2) & 7)) * v_stride;
+#pragma unroll
+  for (int c = 0; c < columns / 8; ++c) {
+    S[4 * c] = get(source);
+    S[4 * c + 2] = get(source + 8 * v_stride);
+    S[4 * c + 1] = get(source + k_stride);
+    S[4 * c + 3] = get(source + k_stride + 8 * v_stride);
+    source += 8 * k_stride;
+    asm volatile("" : "+l"(source));
+  }
+}
+// Brings rows * columns of a state into L2, by one warp.
+template <typename value_t>
+__device__ __forceinline__ void prefetch_state(value_t const* first, long long k_stride, long long v_stride, int k,
+                                               int v) {
+  int rows = k_stride == 1 ? v : k, bytes = (k_stride == 1 ? k : v) * (int)sizeof(value_t);
+#pragma unroll 1
+  for (int row = thread_index() & 31; row < rows; row += 32) {
+    char const* line = (char const*)(first + row * (k_stride == 1 ? v_stride : k_stride));
+#pragma unroll 1
+    for (int byte = 0; byte < bytes; byte += 128) asm volatile("prefetch.global.L2 [%0];" ::"l"(line + byte));
+  }
+}
+}  // namespace flash_qla
+"""
+
+
+@T.macro
+def load_lean(state, outer, inner, n, slot, segment, head, v_col, v_rows, head_dim_k, first_thread):
+    """`load_start` with few instructions and addresses: needs `fragments.LEAN_SOURCE` and READ_SOURCE."""
+    if segment == 0:
+        if n < outer.shape[0]:
+            T.call_extern(
+                "void",
+                "flash_qla::load_state",
+                state.access_ptr("w"),
+                T.address_of(outer[n, head, 0, v_col]),
+                outer.strides[2],
+                outer.strides[3],
+                head_dim_k,
+                first_thread,
+            )
+        else:
+            T.fill(state, 0.0)
+    else:
+        for jv, jk in T.Parallel(v_rows, head_dim_k):
+            state[jv, jk] = inner[slot, head, v_col + jv, jk]
+
+
+def prefetch(source, n, head, v_col, v_rows, head_dim_k):
+    """Call expression: one warp brings a state's columns v_col on into L2; needs what `load_lean` needs."""
+    return T.call_extern(
+        "void",
+        "flash_qla::prefetch_state",
+        T.address_of(source[n, head, 0, v_col]),
+        source.strides[2],
+        source.strides[3],
+        head_dim_k,
+        v_rows,
+    )
