@@ -687,21 +687,6 @@ def test_single_stages_equal_the_forward():
     assert torch.equal(walked[0], h) and torch.equal(walked[1], ht) and walked[2] is None
 
 
-@pytest.mark.parametrize(
-    "offsets, first",
-    [([0, 3, 3, 7], [0, 3]), ([0, 0, 4, 7, 7], [0, 4]), ([2, 5, 5, 5], [2]), ([0, 7], [0]), (None, [0])],
-    ids=["middle", "ends", "tail", "one", "dense"],
-)
-def test_first_rows(offsets, first):
-    """Guards rows of empty sequences: they are another's, or do not exist."""
-    from flash_qla.ops.gated_delta_rule.chunk.sequences import Sequences
-
-    cu = None if offsets is None else torch.tensor(offsets, dtype=torch.int32)
-    x = torch.ones(2 if cu is None else 1, 7, 3)
-    Sequences.build(x.shape[0], 7, 64, cu).zero_first_rows(x)
-    assert (x == 0).all(-1).all(0).nonzero().flatten().tolist() == first and x.sum() == x.numel() * (1 - len(first) / 7)
-
-
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
 def test_steps_of_a_gate_cumsum(packed):
     """Guards what kkt_solve hands to the solve kernel: chunks start with their sequence, empty ones included."""

@@ -109,10 +109,16 @@ def test_huge_value_near_an_edge(offset):
     v[:, 1024 + offset] *= 1000
     do[:, 1023 - offset] *= 1000
     inputs = replace(inputs, v=v, do=do)
-    context = FlashQLACPContext(segment_chunks=16)
-    # dbeta too by head: beside bf16 states that hold the outlier, its small blocks are rounding (2.5e-2 seen)
-    expected = run_public(inputs, auto_cp=False)
-    assert_blocks_agree(run_public(inputs, cp_context=context), expected, by_head=(*BY_HEAD, "dbeta"))
+    # Beside bf16 operands that held the outlier small blocks are its rounding, without a split as well (dq 4e-2 in a
+    # block, dbeta 2.5e-2, dg 1.2e-2 by head between the two): each block's own error, against float64, decides.
+    wide = replace(inputs, **{n: getattr(inputs, n).double() for n in (*INPUT_NAMES, "do", "dht")})
+    exact, off = chunked_reference(wide), run_public(inputs, auto_cp=False)
+    on = run_public(inputs, cp_context=FlashQLACPContext(segment_chunks=16))
+    for name, x in exact.items():
+        errors = head_errors if name in BY_HEAD else lambda _, actual, expected: block_errors(actual, expected)
+        e_on, e_off = (errors(name, each[name], x) for each in (on, off))
+        limit = 1.5 * e_off.max() + LIMIT
+        assert e_on.max() <= limit, f"{name}: {e_on.max().item():.2e}, without a split {e_off.max().item():.2e}"
 
 
 def test_same_bits_however_it_is_called():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import flash_qla
-from flash_qla.testing.compare import assert_close_per_head, block_errors
+from flash_qla.testing.compare import assert_close_per_head, block_errors, head_errors
 from flash_qla.testing.workloads import GATE_PROFILES, make_inputs
 from tests.case_inputs import assert_same_bits, check, run_public, strided_copy, truth
 
@@ -52,10 +52,22 @@ def test_float16(profile):
     check(make(profile=profile, dtype=FP16), gradients=False)
 
 
+# Few columns of k: unit keys are more alike, and rounding the products' operands weighs more. Emulated in float64 with
+# T, W, Vd, P, e Vd and the state's operand rounded, six draws: K = 16: o 5.1e-3 to 5.4e-3; K = 8: o 7.1e-3 to 7.2e-3,
+# ht 5.0e-3 to 5.2e-3 (measured 5.15e-3; 7.09e-3, 5.18e-3; K = 128: 2.9e-3, 1.6e-3 both ways). Wrong padding: off by 1.
+FEW_KEY_COLUMNS = {16: {"o": 6.5e-3}, 8: {"o": 8.5e-3, "ht": 6.5e-3}}
+
+
 @pytest.mark.parametrize("dims", HEAD_SIZES, ids="{0[0]}x{0[1]}".format)
 def test_head_sizes(dims):
     """Guards native sizes and zero padding to them."""
-    check(make(dims=dims, profile="mild"), gradients=False)
+    inputs = make(dims=dims, profile="mild")
+    actual, expected = run_public(inputs, gradients=False), truth(inputs, gradients=False)
+    bounds = FEW_KEY_COLUMNS.get(dims[0], {})
+    assert_close_per_head({name: x for name, x in actual.items() if name not in bounds}, expected, BF16)
+    for name, bound in bounds.items():
+        errors = head_errors(name, actual[name], expected[name])
+        assert (errors <= bound).all(), f"{name}: {errors.tolist()}, bound {bound}"
 
 
 @pytest.mark.parametrize("head_dim_k", [1, 2])

@@ -116,10 +116,8 @@ def _gradients(ctx, saved, do, dht):
     do = torch.zeros_like(saved[2]) if do is None else do.to(saved[2].dtype)
     dq, dk, dv, dbeta, dg, dh0 = _backward(ctx.call, ctx.seqs, (*saved, do, dht), any(needs[:5]))
     if needs[3]:
-        g, initial_state = saved[3], saved[5]
+        g = saved[3]
         dg.masked_fill_(g < GATE_FLOOR, 0)  # the clamp's own gradient
-        if initial_state is None:
-            ctx.seqs.zero_first_rows(dg)  # there is nothing to decay: a sum of terms that cancel but for rounding
         dg = dg.to(g.dtype)
     if needs[4]:
         dbeta = dbeta.to(saved[4].dtype)

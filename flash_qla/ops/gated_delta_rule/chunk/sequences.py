@@ -70,18 +70,6 @@ class Sequences:
         rows, cu = torch.arange(self.num_tokens, device=x.device), self.cu_seqlens.to(x.device)
         return x.masked_fill(((rows < cu[0]) | (rows >= cu[-1])).view(-1, 1), 0)
 
-    def zero_first_rows(self, x: torch.Tensor) -> None:
-        """Sets the row of each sequence's first token of `[B, T, H]` to zero. No device read."""
-        if self.flat_tokens == 0 or self.num_seqs == 0:
-            return
-        if not self.is_varlen:
-            x[:, 0] = 0
-            return
-        starts = self.cu_seqlens.to(x.device, torch.int64)
-        # Where nothing follows an empty sequence, another's row stands in for its own, which may not exist.
-        rows = torch.where(starts[:-1] < starts[-1], starts[:-1], starts[0]).clamp_(0, self.num_tokens - 1)
-        x.index_fill_(1, rows, 0)
-
     def bounds(self) -> list[tuple[int, int]]:
         """Returns (start, end) flat rows of each sequence. Reads the device once when the host has no copy.
 

@@ -14,6 +14,7 @@ Roles, barriers and shared memory are fused_fwd.py's, and
 
 import tilelang.language as T
 
+from . import fused_fwd
 from .fused_fwd import (
     FIRST_GATE_THREAD,
     FIRST_VALUE_THREAD,
@@ -315,3 +316,6 @@ def make(spec: Spec):
                 take_walks(spec, m, walk, chunks, number, base, h0, starts, ht, h)
 
     return fused_forward
+
+
+fused_fwd.persistent_forms[:] = [make]

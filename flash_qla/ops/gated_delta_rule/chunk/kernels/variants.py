@@ -13,6 +13,7 @@ import torch
 from flash_qla.arch import ARCHS
 
 from . import ends, fused_fwd, gradients, l2norm, segments, solve, states
+from . import fused_walks as _fused_walks  # noqa: F401 (registers the persistent form)
 from .launch import DTYPE_NAMES, native_head_dim
 
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
@@ -71,7 +72,7 @@ def of_problem(problem, *, backward):
 
 
 def _name(make, spec) -> str:
-    module = make.__module__.rpartition(".")[2]
+    module = make.__module__.rpartition(".")[2] + make.__name__.removeprefix("make")
     fields = [_SHORT.get(v, f"{n.removeprefix('head_dim_')}{v}" if n.startswith("head_dim") else f"{n}={v}")
               for n, v in vars(spec).items()]  # fmt: skip
     return "-".join([module, *map(str, fields)])
