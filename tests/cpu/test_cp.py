@@ -19,15 +19,7 @@ from flash_qla.testing.workloads import Workload, make_inputs
 
 C = 64
 GRADIENTS = ("q", "k", "v", "g", "beta", "initial_state")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Tensors this small run ten times slower when two threads wait for each other on shared cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture

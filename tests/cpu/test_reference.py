@@ -15,15 +15,7 @@ from flash_qla.testing.compare import assert_close_per_head, chunked_reference, 
 from flash_qla.testing.workloads import GATE_PROFILES, LENGTH_CASES, make_inputs
 
 ABSOLUTE = 1e-9
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Tensors this small run ten times slower when two threads wait for each other on shared cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def assert_equal_float64(inputs, label=""):

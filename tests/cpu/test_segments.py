@@ -16,15 +16,7 @@ from flash_qla.testing.compare import block_errors, chunked_reference
 from flash_qla.testing.workloads import GATE_PROFILES, make_inputs
 
 C = 64
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Tensors this small run ten times slower when two threads wait for each other on shared cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def run_split(inputs, segment_chunks, tolerance=-math.inf, reuse=True):
