@@ -75,6 +75,10 @@ setup(
     # coefs/ lies at the top level, where tools write it, and is the package folder flash_qla/coefs once installed.
     packages=[*find_packages(include=["flash_qla", "flash_qla.*"]), "flash_qla.coefs"],
     package_dir={"flash_qla.coefs": "coefs"},
-    package_data={"flash_qla.coefs": ["*.csv", "README.md"], "flash_qla.ops.gated_delta_rule": ["README.md"]},
+    package_data={
+        "flash_qla": ["py.typed"],
+        "flash_qla.coefs": ["*.csv", "README.md"],
+        "flash_qla.ops.gated_delta_rule": ["README.md"],
+    },
     zip_safe=False,
 )

@@ -6,8 +6,9 @@
 
 Each library runs in a process of its own (worker.py); a row is measured by all of them in turn before the next row, so
 both sides of a speed-up share the minute and the machine. The check against float64 comes before the time. The CSV is
-rewritten after every row, so a run that is cut short loses nothing, and --resume goes on with it. Results: CSV,
-Markdown and a plot per pass in --out; make_report.py makes the README's tables from the CSV. See README.md here.
+rewritten after every row, so a run that is cut short keeps what it has, and --resume goes on with it; the rows that
+matter most come first. Results: CSV, Markdown and a plot per pass in --out; make_report.py makes the README's tables
+from the CSV. See README.md here.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import json
 import os
 import queue
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -44,8 +46,11 @@ MAX_TIMEOUTS = 2
 # Importing torch and a library takes ten seconds and more on a cold machine.
 START_TIMEOUT_S = 90.0
 UNKNOWN_COMMIT = "unknown"
+SECONDS = "seconds in all"
 # Rows above it are not run for warming up: several at once would not fit the GPU.
 WARM_MAX_TOKENS = 32768
+# Room that a shared reference may need: 2**19 head-tokens of o, dv and, per key head, dq and dk in float32, twice.
+REFERENCE_BYTES = 4 * 2**30
 TINY_ROWS = tuple(Workload([70, 3, 1], 1, 2, passes=passes) for passes in PASSES)
 
 
@@ -64,6 +69,7 @@ class Worker:
     def __init__(self, library: str, options: argparse.Namespace, log: Path):
         self.library, self.options, self.log = library, options, log
         self.process, self.answers, self.timeouts = None, queue.Queue(), 0
+        self.seconds: dict[str, float] = {}
         self.info = self._start()
 
     @property
@@ -114,8 +120,8 @@ class Worker:
         lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
         return lines[-1][:200] if lines else "no output"
 
-    def run(self, row: Workload, mode: str) -> dict:
-        """Returns the worker's answer for a row (see worker.py)."""
+    def run(self, row: Workload, mode: str, reference: Path | None = None, gradients: bool = False) -> dict:
+        """Returns the worker's answer for a row; the arguments are those of its requests (see worker.py)."""
         if self.timeouts >= MAX_TIMEOUTS:
             return {"error": f"not run: {self.timeouts} rows before had no answer in time"}
         if self.process is None:
@@ -123,6 +129,7 @@ class Worker:
             if "absent" in started:
                 return {"error": started["absent"]}
         request = {"row": _sizes(row), "seed": self.options.seed, "mode": mode, "repeats": self.options.repeats}
+        request |= {"reference": None if reference is None else str(reference), "gradients": gradients}
         try:
             self.process.stdin.write(json.dumps(request) + "\n")
             self.process.stdin.flush()
@@ -203,18 +210,64 @@ def warm(rows, options, folder: Path, progress) -> None:
     progress(f"warmed up in {time.monotonic() - start:.0f} s")
 
 
-def measure(rows, workers, options, records, save, progress_bar) -> list[str]:
-    """Measures each row with every worker; appends records as they come. Returns the rows that a limit left out."""
-    left_out = {row.id: row for row in rows}
+def in_running_order(rows) -> list[list[Workload]]:
+    """Groups rows with the same inputs, which share a reference; what a run that is cut short may lose comes last.
+
+    Published before others, groups with a backward before forwards alone, and the heads in turn within each, so that
+    what is there of a cut run is of all heads.
+    """
+    published = {row.id for row in published_rows()}
+    groups: dict[tuple, list[Workload]] = {}
+    for row in rows:
+        groups.setdefault(_inputs(row), []).append(row)
+    turns: dict[tuple, int] = {}
+    ranked = []
+    for group in groups.values():
+        kind = (group[0].id not in published, all(row.passes == "fwd" for row in group))
+        turn = (kind, group[0].num_k_heads, group[0].num_v_heads)
+        turns[turn] = turns.get(turn, 0) + 1
+        ranked.append(((*kind, turns[turn]), group))
+    return [group for _, group in sorted(ranked, key=lambda pair: pair[0])]
+
+
+def _inputs(row: Workload) -> tuple:
+    """What a row's inputs depend on: all but the pass."""
+    return tuple({**asdict(row), "lengths": tuple(row.lengths), "passes": None}.values())
+
+
+def reference_folder(folder: Path) -> Path | None:
+    """Where one row's reference is kept for the other libraries: in memory where there is room; None: nowhere."""
+    for place in (Path("/dev/shm"), folder):
+        if place.is_dir() and os.access(place, os.W_OK) and shutil.disk_usage(place).free > 2 * REFERENCE_BYTES:
+            return Path(tempfile.mkdtemp(prefix="flash_qla_reference_", dir=place))
+    return None
+
+
+def measure(rows, workers, options, records, save, progress_bar, references: Path | None) -> list[str]:
+    """Measures each row with every worker; appends records as they come. Returns the rows that a limit left out.
+
+    references: a folder for the shared references (see worker.py), or None.
+    """
+    groups = in_running_order(rows)
+    with_backward = {row.id: any(each.passes != "fwd" for each in group) for group in groups for row in group}
+    left_out = {row.id: row for group in groups for row in group}
+    before = None
     try:
-        for row in progress_bar(rows):
+        for row in progress_bar([row for group in groups for row in group]):
             if options.time_limit and time.monotonic() - STARTED > options.time_limit:
                 break
+            if references is not None and _inputs(row) != before:
+                for path in references.iterdir():
+                    path.unlink()
+                before, reference = _inputs(row), references / row.id
             new = []
             for library, worker in workers.items():
                 absent = worker.absent or _not_asked(library, row, options)
-                answer = {"absent": absent} if absent else worker.run(row, "measure")
+                shared = {} if references is None else {"reference": reference, "gradients": with_backward[row.id]}
+                answer = {"absent": absent} if absent else worker.run(row, "measure", **shared)
                 new.append(to_record(row, library, answer))
+                for part, seconds in answer.get("seconds", {}).items():
+                    worker.seconds[part] = worker.seconds.get(part, 0.0) + seconds
             records += new
             del left_out[row.id]
             say(progress_bar, one_line(row, new))
@@ -222,6 +275,24 @@ def measure(rows, workers, options, records, save, progress_bar) -> list[str]:
     except KeyboardInterrupt:
         say(progress_bar, "interrupted: the report is of the rows that are done")
     return list(left_out)
+
+
+def wake(rows, workers) -> None:
+    """Calls the smallest row of each pass and pair of heads, all libraries at once, so that each loads what it needs.
+
+    Not FLA: its first call tunes by timing, which wants the GPU for itself.
+    """
+    smallest: dict[tuple, Workload] = {}
+    for row in sorted(rows, key=lambda row: row.num_tokens):
+        smallest.setdefault((row.passes, row.num_k_heads, row.num_v_heads), row)
+
+    def run(worker):
+        for row in smallest.values():
+            worker.run(row, "warm")
+
+    awake = [worker for library, worker in workers.items() if worker.absent is None and library != "fla"]
+    with ThreadPoolExecutor(len(awake)) as pool:
+        list(pool.map(run, awake))
 
 
 def _not_asked(library: str, row: Workload, options) -> str | None:
@@ -232,7 +303,7 @@ def _not_asked(library: str, row: Workload, options) -> str | None:
 
 
 def take_up(path: Path, rows, workers, meta, options) -> list[make_report.Record]:
-    """Returns the records of an earlier run's CSV that need not be measured again: of rows that are complete.
+    """Returns the records of an earlier run's CSV that need no new measurement: of rows complete, or not asked for.
 
     Complete: every library that is there now, and asked, has a measured time. A row is measured again as a whole,
     because both sides of a speed-up belong in one minute. Another commit or GPU is another result set.
@@ -250,10 +321,19 @@ def take_up(path: Path, rows, workers, meta, options) -> list[make_report.Record
     wanted = {row.id: {name for name in present if not _not_asked(name, row, options)} for row in rows}
     measured = [r for r in records if r.source == "measured" and r.row in wanted]
     libraries = {id: {r.library for r in measured if r.row == id} for id in wanted}
-    kept = [r for r in measured if wanted[r.row] <= libraries[r.row]]
+    complete = [r for r in measured if wanted[r.row] <= libraries[r.row]]
+    others = [r for r in records if r.row not in wanted and r.source not in ("recorded", "scaled")]
+    kept = complete + others
     meta["resumed"] = f"{len({r.row for r in kept})} rows from the run of {earlier.get('date', 'an unknown date')}"
     if "resumed" in earlier:
         meta["resumed"] += f" ({earlier['resumed']})"
+    for key, value in earlier.items():
+        if key.endswith(" version") and meta.get(key, "absent").startswith("absent"):
+            meta[key] = value  # who was measured then and is not now
+        elif key in ("left out", SECONDS):
+            meta[key] = value
+        elif key == "rows" and value != meta["rows"]:
+            meta[key] = f"{value}; then {meta[key]}"
     return kept
 
 
@@ -344,10 +424,22 @@ def describe_run(workers, options) -> dict[str, str]:
     for library, worker in workers.items():
         text = f"absent: {worker.absent}" if worker.absent else worker.info["version"]
         meta[f"{make_report.LABELS[library]} version"] = text
+    for library in LIBRARIES:
+        if library not in workers:
+            meta[f"{make_report.LABELS[library]} version"] = "absent: not asked for (--baselines)"
     meta["commit"] = options.commit or _commit()
     meta["date"] = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     meta["rows"] = f"set {options.set}, --rows {options.rows!r}, --passes {options.passes}, seed {options.seed}"
     return meta
+
+
+def seconds_spent(workers) -> dict[str, str]:
+    """Where the run's time went, per library."""
+    spent = {name: worker.seconds for name, worker in workers.items() if worker.seconds}
+    return {
+        f"seconds of {make_report.LABELS[name]}": ", ".join(f"{part} {s:.1f}" for part, s in seconds.items())
+        for name, seconds in spent.items()
+    } | {SECONDS: f"{time.monotonic() - STARTED:.0f}"}
 
 
 def _commit() -> str:
@@ -463,19 +555,32 @@ def _run(rows, options, folder: Path) -> int:
             rows = [row for row in rows if all(record.row != row.id for record in records)]
         if options.jobs and options.device != "cpu":
             warm(rows, options, folder, lambda text: print(text, flush=True))
+        if rows and options.device != "cpu":
+            wake(rows, workers)
+            print(f"ready after {time.monotonic() - STARTED:.0f} s", flush=True)
 
-        place = {row.id: n for n, row in enumerate(ROW_SETS[options.set]())}
+        every = [*ROW_SETS[options.set](), *workloads.benchmark_rows()]
+        place = {row.id: -n for n, row in enumerate(reversed(every))}  # where a row comes first
 
         def save():
             in_order = sorted(records, key=lambda record: place[record.row])
             make_report.write_csv(path, meta, add_recorded(in_order, recorded) if recorded else in_order)
 
-        left_out = measure(rows, workers, options, records, save, bar)
+        references = reference_folder(folder)
+        try:
+            left_out = measure(rows, workers, options, records, save, bar, references)
+        finally:
+            if references is not None:
+                shutil.rmtree(references, ignore_errors=True)
     finally:
         for worker in workers.values():
             worker.stop()
+    spent = seconds_spent(workers)
+    meta |= spent | {SECONDS: " + ".join(filter(None, (meta.get(SECONDS), spent[SECONDS])))}
+    done = {record.row for record in records}
+    left_out = [row for row in dict.fromkeys([*meta.pop("left out", "").split(), *left_out]) if row not in done]
     if left_out:
-        meta["left out"] = f"{len(left_out)} rows, from {left_out[0]} on (--time-limit {options.time_limit:.0f})"
+        meta["left out"] = " ".join(left_out)
     save()
     return finish(path, suffix)
 

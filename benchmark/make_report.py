@@ -19,6 +19,7 @@ import io
 import math
 import re
 import sys
+import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
@@ -156,7 +157,7 @@ def groups(rows: list[Row]) -> dict[str, list[Row]]:
         if r.published:
             result[f"{title}, published rows"].append(row)
             if _fills_the_card(r):
-                result[f"{title}, without 2/8 at long x1 and x2"].append(row)
+                result[f"{title}, but for 2/8 on one or two long sequences"].append(row)
             result[f"{title}, {r.h_qk}/{r.h_v}"].append(row)
         else:
             result[f"{title}, further rows"].append(row)
@@ -209,27 +210,67 @@ def _ms(record: Record | None, name: str = "gpu_ms") -> str:
     return "–" if value is None else f"{value:.4f}" + (_mark(record) if name == "gpu_ms" else "")
 
 
-def row_table(rows: list[Row], *, wide: bool = False) -> list[list[str]]:
-    """Header and one line per row; wide adds spread, eager and host time, memory, errors."""
+def row_table(rows: list[Row]) -> list[list[str]]:
+    """Header and one line per row: each library's GPU time, ours against the best of the others, ours' spread."""
     names = [name for name in LABELS if any(name in row.records for row in rows)]
-    table = [["pass", "heads q/v", "lengths", *(f"{LABELS[name]} ms" for name in names), "vs best peer"]]
-    if wide:
-        eager = [f"{LABELS[name]} eager ms" for name in names]
-        table[0] += ["spread", *eager, "host ms", *(f"{LABELS[name]} MiB" for name in names), "worst error"]
+    table = [["pass", "heads q/v", "lengths", *(f"{LABELS[name]} ms" for name in names), "vs best peer", "spread"]]
+    for row in rows:
+        r = row.first
+        cells = [_ms(row.records.get(name)) for name in names]
+        spread = _spread(row.records.get("ours"))
+        table.append([r.passes, f"{r.h_qk}/{r.h_v}", r.lengths, *cells, _times(row.speedup_best), spread])
+    return table
+
+
+def _measured_libraries(rows: list[Row]) -> list[str]:
+    return [n for n in LABELS if any(n in row.records and row.records[n].source == "measured" for row in rows)]
+
+
+def detail_table(rows: list[Row], *, errors: bool = True) -> list[list[str]]:
+    """Header and one line per row: what else was measured, the libraries that ran side by side (`detail_legend`)."""
+    names = _measured_libraries(rows)
+    table = [["pass", "heads q/v", "lengths", "eager ms", "host ms", "MiB", "spread", "sets", "heads checked"]]
+    table[0] += ["errors of flash_qla"] if errors else []
     for row in rows:
         r, ours = row.first, row.records.get("ours")
-        line = [r.passes, f"{r.h_qk}/{r.h_v}", r.lengths, *(_ms(row.records.get(name)) for name in names)]
-        line.append(_times(row.speedup_best))
-        if wide:
-            has_time = ours is not None and ours.gpu_ms
-            line.append(f"{(ours.gpu_max_ms - ours.gpu_min_ms) / ours.gpu_ms:.1%}" if has_time else "–")
-            line += [_ms(row.records.get(name), "eager_ms") for name in names]
-            line.append(_ms(ours, "host_ms"))
-            sizes = [None if name not in row.records else row.records[name].peak_mib for name in names]
-            line += ["–" if size is None else f"{size:.0f}" for size in sizes]
-            line.append(ours.errors if ours is not None and ours.errors else "–")
-        table.append(line)
+        found = [row.records.get(name) for name in names]
+        sizes = ["–" if x is None or x.peak_mib is None else f"{x.peak_mib:.0f}" for x in found]
+        columns = [[_ms(x, "eager_ms") for x in found], [_ms(x, "host_ms") for x in found], sizes, map(_spread, found)]
+        line = [r.passes, f"{r.h_qk}/{r.h_v}", r.lengths, *map(" / ".join, columns)]
+        checked = ["–"] * 3 if ours is None else [str(ours.input_sets or "–"), ours.checked_heads, ours.errors]
+        table.append(line + [text or "–" for text in checked][: 3 if errors else 2])
     return table
+
+
+def detail_legend(rows: list[Row]) -> str:
+    """What `detail_table` shows, and in which order the libraries stand."""
+    return f"{' / '.join(LABELS[name] for name in _measured_libraries(rows))}. {DETAIL_LEGEND}"
+
+
+def _spread(record: Record | None) -> str:
+    if record is None or not record.gpu_ms or record.gpu_min_ms is None:
+        return "–"
+    return f"{(record.gpu_max_ms - record.gpu_min_ms) / record.gpu_ms:.1%}"
+
+
+def what_ran(meta: dict[str, str], records: list[Record]) -> str:
+    """One sentence on who was measured, recorded or absent, and what a limit left out."""
+    parts = []
+    for name, label in LABELS.items():
+        mine = [record for record in records if record.library == name]
+        measured = sum(record.source == "measured" for record in mine)
+        recorded = sum(record.source in ("scaled", "recorded") for record in mine)
+        version = meta.get(f"{label} version", "absent: not asked for")
+        texts = [f"measured on {measured} rows (version {version})"] if measured else []
+        texts += [f"recorded times on {recorded} rows"] if recorded else []
+        reasons = sorted({r.note for r in mine if r.source == "absent" and r.note} - {version.removeprefix("absent: ")})
+        texts += [] if measured else [version if version.startswith("absent") else "measured on no row"]
+        texts += [f"elsewhere {'; '.join(reasons)}"] if measured and reasons else []
+        parts.append(f"{label}: {', '.join(texts)}")
+    took = f" The run took {meta['seconds in all']} s." if "seconds in all" in meta else ""
+    missing = meta.get("left out", "").split()
+    text = f"{len(missing)} rows: {' '.join(missing[:12])}{' …' * (len(missing) > 12)}"
+    return "; ".join(parts) + "." + took + (f" Left out by a time limit: {text}." if missing else "")
 
 
 def latency_table(rows: list[Row]) -> list[list[str]]:
@@ -308,7 +349,17 @@ LATENCY_TOKENS = 8192
 LEGEND = (
     "Median of one call's GPU time by CUDA-graph replay, ms. ˢ recorded, scaled by the original's time in this run "
     "over its recorded time; ʳ recorded, not scaled; ᵉ by events, launch gaps included; ! its check failed, so it is "
-    "not compared; – absent or not run."
+    "not compared; – absent or not run. Spread: (largest - smallest) / median of flash_qla's replays."
+)
+DETAIL_LEGEND = (
+    "Eager: wall time of one call, synchronised on both sides, median. Host: time to issue it. MiB: the most memory a "
+    "call holds above its inputs. Spread: of the GPU time. Sets: of inputs, by turns so that no cache serves them."
+)
+WHAT_IS_WHAT = (
+    "original 0.1.3: that release of the flash-qla package, whose functions these are; FlashInfer: flashinfer-python's "
+    "GDN prefill (forward only); FLA: flash-linear-attention's own kernels. Heads are query/key and value heads of "
+    "size 128; lengths are tokens x sequences, packed; bf16, with an initial and a final state. Bars above the line, "
+    "and factors above 1, mean that flash_qla is faster; the best peer is the fastest other library of the row."
 )
 LATENCY_LEGEND = (
     "Wall time of one eager call, synchronised before and after, median of 30, ms; host: how long our call takes to "
@@ -328,24 +379,28 @@ def full_markdown(meta, records) -> str:
     """The whole report of a run."""
     rows = group_rows(records)
     parts = ["# Benchmark of the chunked gated delta rule", "\n".join(f"- {line}" for line in head_lines(meta))]
+    parts.append(what_ran(meta, records))
     parts += ["## Geometric means", markdown(summary_table(rows)), "## Rows that lose"]
     parts.append("\n".join(f"- {line}" for line in losing_rows(rows)) or "None.")
     parts += ["## Checks that failed, rows that did not run"]
     parts.append("\n".join(f"- {line}" for line in unchecked_rows(records)) or "None.")
     parts += ["## Errors", ACCURACY_LEGEND, markdown(accuracy_table(rows))]
     parts += ["## Waiting times", LATENCY_LEGEND, markdown(latency_table(rows))]
-    parts += ["## Rows", LEGEND, markdown(row_table(rows, wide=True))]
+    parts += ["## Rows", LEGEND, markdown(row_table(rows))]
+    parts += ["## Waiting, memory and spread of every row", detail_legend(rows), markdown(detail_table(rows))]
     return "\n\n".join(parts) + "\n"
 
 
 def full_text(meta, records) -> str:
     """The same, for a terminal."""
     rows = group_rows(records)
-    parts = ["\n".join(head_lines(meta)), plain(row_table(rows)), LEGEND, plain(summary_table(rows))]
+    parts = ["\n".join(head_lines(meta)), what_ran(meta, records)]
+    parts += [plain(row_table(rows)), LEGEND, plain(summary_table(rows))]
     parts += [plain(latency_table(rows)), LATENCY_LEGEND, plain(accuracy_table(rows)), ACCURACY_LEGEND]
+    parts += [plain(detail_table(rows, errors=False)), detail_legend(rows)]
     parts.append("Rows that lose:\n" + ("\n".join(losing_rows(rows)) or "none"))
     parts.append("Checks that failed, rows that did not run:\n" + ("\n".join(unchecked_rows(records)) or "none"))
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(part if "\n" in part else textwrap.fill(part, 120) for part in parts) + "\n"
 
 
 def plot(rows: list[Row], path: Path, title: str) -> bool:
@@ -372,7 +427,8 @@ def plot(rows: list[Row], path: Path, title: str) -> bool:
                 bar.set_hatch("//")
                 bar.set_edgecolor("white")
     axes.axhline(1.0, color="black", linewidth=1.2)
-    axes.text(-0.45, 1.02, "flash_qla = 1", fontsize=8, va="bottom")
+    axes.text(1.003, 1.0, "flash_qla", fontsize=8, va="center", transform=axes.get_yaxis_transform())
+    axes.set_xlim(-0.6, len(rows) - 0.4)
     labels = [f"{row.first.h_qk}/{row.first.h_v}\n{row.first.lengths}" for row in rows]
     axes.set_xticks(range(len(rows)), labels, rotation=60, fontsize=8, ha="right", rotation_mode="anchor")
     axes.set_ylabel("time / flash_qla's time")
@@ -399,18 +455,23 @@ def write_plots(meta, records, folder: Path, suffix: str) -> dict[str, Path]:
     return written
 
 
-def speed_section(meta, records, plots: dict[str, Path], base: Path) -> str:
-    """The README's speed section: what ran where, plots, means, rows that lose, waiting times, every published row."""
-    rows = [row for row in group_rows(records) if row.first.published]
+def speed_section(meta, records, plots: dict[str, Path], report: Path, base: Path) -> str:
+    """The README's speed section: what ran where, plots, means, rows that lose; folded: every published row, waits."""
+    rows = group_rows(records)
     run = ", ".join(f"{key} {meta[key]}" for key in ("gpu", "driver", "torch", "commit", "date") if key in meta)
-    parts = [f"Measured by `benchmark/bench_gated_delta_rule.py`: {run}."]
+    parts = [f"Measured by `benchmark/bench_gated_delta_rule.py`: {run}. {what_ran(meta, records)}", WHAT_IS_WHAT]
     parts += [f"![{PASS_TITLES[name]}]({path.relative_to(base).as_posix()})" for name, path in plots.items()]
     lost = losing_rows(rows)
     parts += [markdown(summary_table(rows)), "Rows that lose: " + ("; ".join(lost) if lost else "none") + "."]
-    bad = unchecked_rows([record for row in rows for record in row.records.values()])
+    bad = unchecked_rows(records)
     if bad:
         parts.append("Checks that failed, rows that did not run: " + "; ".join(bad) + ".")
-    parts += [markdown(row_table(rows)), LEGEND, markdown(latency_table(rows)), LATENCY_LEGEND]
+    published = row_table([row for row in rows if row.first.published])
+    parts.append(f"<details><summary>Every published row</summary>\n\n{markdown(published)}\n\n{LEGEND}\n\n</details>")
+    table = f"{markdown(latency_table(rows))}\n\n{LATENCY_LEGEND}"
+    parts.append(f"<details><summary>What a caller waits for a short forward</summary>\n\n{table}\n\n</details>")
+    link = report.relative_to(base).as_posix()
+    parts.append(f"Eager times, memory, spread and errors of every row and library: [`{report.name}`]({link}).")
     return "\n\n".join(parts)
 
 
@@ -444,11 +505,12 @@ def main(argv=None):
     plots = write_plots(meta, records, args.csv.parent, suffix)
     text = args.text or ROOT / f"benchmark/benchmark_results_{suffix}.txt"
     text.write_text(full_text(meta, records), encoding="utf-8")
-    args.csv.with_suffix(".md").write_text(full_markdown(meta, records), encoding="utf-8")
+    report = args.csv.resolve().with_suffix(".md")
+    report.write_text(full_markdown(meta, records), encoding="utf-8")
     base = args.readme.resolve().parent
-    speed = speed_section(meta, records, {k: p.resolve() for k, p in plots.items()}, base)
+    speed = speed_section(meta, records, {k: p.resolve() for k, p in plots.items()}, report, base)
     write_readme(args.readme, speed=speed, accuracy=accuracy_section(records))
-    print(f"wrote {text}, {args.csv.with_suffix('.md')}, {', '.join(map(str, plots.values()))}, {args.readme}")
+    print(f"wrote {text}, {report}, {', '.join(map(str, plots.values()))}, {args.readme}")
 
 
 if __name__ == "__main__":

@@ -17,10 +17,12 @@ import gc
 import importlib
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import subprocess
 import sys
+import time
 import traceback
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -95,8 +97,8 @@ class Fla:
 
     def __init__(self, path: str | None):
         os.environ["FLA_FLASH_QLA"] = "0"
-        # It tunes by timing: what was chosen while several processes compiled side by side must not be used here.
-        os.environ["FLA_CACHE_RESULTS"] = "0"
+        # It tunes by timing: what was chosen elsewhere, perhaps beside other work on the GPU, is not used unless asked.
+        os.environ.setdefault("FLA_CACHE_RESULTS", "0")
         forget_own_modules()
         if path:
             sys.path.insert(0, str(Path(path).resolve()))
@@ -195,6 +197,62 @@ def _version(*distributions: str) -> str:
     return "unknown"
 
 
+class References:
+    """What float64 gives for a row's inputs: the first library that needs it computes it, the others read a file.
+
+    The passes of one row size have the same inputs, so its reference, the slow part of a check, is needed once. Files
+    are memory-mapped float32 (the tolerances are 1e-4 and more); the newest one stays on the device.
+    """
+
+    def __init__(self, device):
+        self.device, self.path, self.newest = device, None, {}
+
+    def get(self, path: str | None, compute, gradients: bool) -> dict:
+        """Returns name -> tensor; `compute(gradients)` runs when nobody wrote the file yet, or there is none."""
+        if path is None:
+            return compute(gradients)
+        if path != self.path:
+            self.newest = self._load(Path(path)) if Path(path).exists() else {}
+            self.path = path
+        if not self.newest or (gradients and "dq" not in self.newest):
+            self.newest = compute(gradients)
+            self._save(Path(path), self.newest)
+        return self.newest
+
+    def _save(self, path: Path, tensors: dict):
+        """Values first, then the index that says they are complete."""
+        index = {name: None if t is None else list(t.shape) for name, t in tensors.items()}
+        values = self._map(path, sum(t.numel() for t in tensors.values() if t is not None))
+        for t, part in zip(tensors.values(), self._parts(values, index.values()), strict=True):
+            if t is not None:
+                part.copy_(t)
+        partial = path.with_suffix(".part")
+        partial.write_text(json.dumps(index))
+        partial.rename(path)
+
+    def _load(self, path: Path) -> dict:
+        index = json.loads(path.read_text())
+        sizes = [math.prod(shape) for shape in index.values() if shape is not None]
+        values = self._map(path, sum(sizes)).to(self.device)
+        return dict(zip(index, self._parts(values, index.values()), strict=True))
+
+    @staticmethod
+    def _map(path: Path, size: int):
+        import torch
+
+        return torch.from_file(str(path.with_suffix(".values")), shared=True, size=max(1, size), dtype=torch.float32)
+
+    @staticmethod
+    def _parts(values, shapes):
+        start = 0
+        for shape in shapes:
+            if shape is None:
+                yield None
+            else:
+                yield values[start : start + math.prod(shape)].view(shape)
+                start += math.prod(shape)
+
+
 class Bench:
     """Answers requests for one library on one device."""
 
@@ -211,6 +269,9 @@ class Bench:
             os.environ.setdefault("FLASH_QLA_BACKEND", "kernels")  # an error rather than the time of PyTorch
         make = {"ours": FlashQla, "original": FlashQla, "fla": Fla, "flashinfer": FlashInfer}[library]
         self.library = make(None if library == "ours" else path)
+        self.references = References(self.device)
+        self.seconds: dict[str, float] = {}
+        self.answered = False
 
     def describe(self) -> dict:
         """Versions and device, for the report's head."""
@@ -225,20 +286,30 @@ class Bench:
         return info
 
     def run(self, request: dict) -> dict:
-        """Answers {"row": …, "seed": …, "mode": "warm" | "measure", "repeats": N}; failures are answers too."""
+        """Answers a request; failures are answers too.
+
+        {"row": …, "seed": …, "mode": "warm" | "measure", "repeats": N, "reference": path or None, "gradients": whether
+        the reference will serve a backward as well}.
+        """
         workload = self.workloads.Workload(**request["row"])
         answer = {"row": workload.id, "library": self.name}
+        self.seconds = {}
         try:
             with self._stream():
-                answer |= self._measure(workload, request["seed"], request["mode"] == "warm", request.get("repeats"))
+                answer |= self._measure(workload, request)
         except Absent as error:
             answer["absent"] = str(error)
         except Exception as error:
             traceback.print_exc()
             answer["error"] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        start = time.monotonic()
         gc.collect()
+        if not self.answered:  # what the first row loaded stays: later collections need not look at it
+            gc.freeze()
+            self.answered = True
         if self.device.type == "cuda":
             self.torch.cuda.empty_cache()
+        answer["seconds"] = {**self.seconds, "clearing": time.monotonic() - start}
         if self.name == "fla" and "flash_qla" in sys.modules:
             answer["error"] = "fla imported flash_qla: these are not the times of its own kernels"
         return answer
@@ -248,25 +319,37 @@ class Bench:
             return contextlib.nullcontext()
         return self.torch.cuda.stream(self.torch.cuda.Stream(self.device))
 
-    def _measure(self, workload, seed, only_warm, repeats) -> dict:
+    @contextlib.contextmanager
+    def _part(self, name: str):
+        """Counts the seconds of a part of a row: where a run's time goes is in its results."""
+        start = time.monotonic()
+        yield
+        self.timing.synchronize(self.device)
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - start
+
+    def _measure(self, workload, request) -> dict:
+        seed, only_warm, repeats = request["seed"], request["mode"] == "warm", request.get("repeats")
         count = self.timing.num_input_sets(self.floors.input_bytes(workload))
         if only_warm or repeats is not None:
             count = 1 if only_warm else min(count, repeats)
-        sets = [workload.make(device=self.device, seed=seed + 1000 * n) for n in range(count)]
-        # One cu_seqlens for all sets: libraries cache what they derive from it by the tensor's identity.
-        sets = [replace(x, cu_seqlens=sets[0].cu_seqlens) for x in sets]
-        calls = [self._prepare(workload.passes, x) for x in sets]
+        with self._part("inputs"):
+            sets = [workload.make(device=self.device, seed=seed + 1000 * n) for n in range(count)]
+            # One cu_seqlens for all sets: libraries cache what they derive from it by the tensor's identity.
+            sets = [replace(x, cu_seqlens=sets[0].cu_seqlens) for x in sets]
+        with self._part("first call"):
+            calls = [self._prepare(workload.passes, x) for x in sets]
+            results = calls[0]()
         if only_warm:
-            calls[0]()
-            self.timing.synchronize(self.device)
             return {"warm": True}
-        answer = {"check": self._check(sets[0], calls[0]())}
-        gc.collect()
+        answer = {"check": self._check(sets[0], results, request.get("reference"), request.get("gradients", False))}
+        del results
         replays, eager = repeats or self.timing.REPLAYS, repeats or self.timing.EAGER_CALLS
-        answer["gpu"] = asdict(self.timing.gpu_time(calls, self.device, replays=replays))
-        answer["eager"] = asdict(self.timing.wall_time(calls, self.device, repeats=eager))
-        answer["host"] = asdict(self.timing.host_time(calls[0], self.device, repeats=eager))
-        answer["peak_bytes"] = self.timing.peak_memory(calls[0], self.device)
+        with self._part("timing"):
+            gc.collect()
+            answer["gpu"] = asdict(self.timing.gpu_time(calls, self.device, replays=replays))
+            answer["eager"] = asdict(self.timing.wall_time(calls, self.device, repeats=eager))
+            answer["host"] = asdict(self.timing.host_time(calls[0], self.device, repeats=eager))
+            answer["peak_bytes"] = self.timing.peak_memory(calls[0], self.device)
         answer["input_sets"] = count
         return answer
 
@@ -277,16 +360,26 @@ class Bench:
             return self.library.prepare_both(x)
         return self.library.prepare_forward(x)
 
-    def _check(self, x, results) -> dict:
+    def _check(self, x, results, reference, backward_follows) -> dict:
         """Compares with the chunked algorithm in float64 on (some of) the heads; every element must be finite."""
-        v_heads, k_heads = self._checked_heads(x)
+        with self._part("reference"):
+            v_heads, k_heads = self._checked_heads(x)
+            wide = functools.partial(_heads_in_float64, x, v_heads, k_heads)
+            expected = self.references.get(
+                reference,
+                lambda gradients: self.compare.chunked_reference(wide(), gradients=gradients),
+                "dq" in results or backward_follows,
+            )
+        with self._part("comparison"):
+            return self._compare(x, results, expected, v_heads, k_heads)
+
+    def _compare(self, x, results, expected, v_heads, k_heads) -> dict:
         torch, actual = self.torch, {}
         finite = all(bool(torch.isfinite(t).all()) for t in results.values() if t is not None)
         for name, t in results.items():
             axis = self.compare.HEAD_AXIS.get(name, 2)
             actual[name] = None if t is None else t.index_select(axis, k_heads if name in ("dq", "dk") else v_heads)
         gradients = "dq" in results
-        expected = self.compare.chunked_reference(_heads_in_float64(x, v_heads, k_heads), gradients=gradients)
         compared = self.compare.compare_all(actual, expected, x.q.dtype)
         errors = {c.name: float(c.errors[c.worst_head]) for c in compared if c.errors.numel()}
         if self.name == "ours":

@@ -1,6 +1,6 @@
 """Where the time of one call goes: per kernel, against the two floors, with launches and host time.
 
-    python profile/profile_gdr.py --set develop|varlen|product|profile [--skip-bwd]
+    python profile/profile_gdr.py --set develop|varlen|product|profile [--skip-bwd]     several sets may follow --set
 
 For each setting (profile/settings/<set>.csv) and pass: GPU time by graph replay beside the floors (operations and bytes
 counted from the shapes, over this card's measured matrix rate and copy bandwidth), what that is in TFLOP/s and TB/s,
@@ -92,7 +92,7 @@ def kernel_times(call, device) -> list[KernelTime]:
     activities = [torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU]
     call()
     timing.synchronize(device)
-    with torch.profiler.profile(activities=activities) as profiler:
+    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
         for _ in range(PROFILED_CALLS):
             call()
         timing.synchronize(device)
@@ -165,13 +165,15 @@ def print_table(title: str, columns, lines) -> None:
     except ImportError:
         print("\n".join([title, "\t".join(columns), *("\t".join(line) for line in lines)]), flush=True)
         return
-    table = Table(*columns, title=title, title_justify="left")
+    table = Table(*columns)
     for column in table.columns[1 if columns is KERNELS else 3 :]:
         column.justify = "right"
     for line in lines:
         table.add_row(*line)
     console = Console()
-    Console(width=console.width if console.is_terminal else 180).print(table)
+    console = console if console.is_terminal else Console(width=180)
+    console.print(title, markup=False, highlight=False)
+    console.print(table)
     sys.stdout.flush()
 
 
@@ -184,7 +186,7 @@ def write_summary(path: Path, summaries: list[list[str]]) -> None:
 
 def main(argv=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--set", choices=SETS, default="develop", help="profile/settings/<set>.csv")
+    parser.add_argument("--set", choices=SETS, default=["develop"], nargs="+", help="profile/settings/<set>.csv")
     parser.add_argument("--settings", type=Path, help="another settings file")
     parser.add_argument("--rows", default="", metavar="REGEX", help="only settings whose id matches")
     parser.add_argument("--skip-bwd", action="store_true", help="the forward alone")
@@ -195,8 +197,11 @@ def main(argv=None) -> int:
     device = torch.device(options.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         sys.exit("torch sees no CUDA device; --device cpu profiles the PyTorch implementation")
-    every = read_settings(options.settings or SETTINGS / f"{options.set}.csv")
-    chosen = [workload for workload in every if re.search(options.rows, workload.id)]
+    files = [options.settings] if options.settings else [SETTINGS / f"{name}.csv" for name in options.set]
+    every = {workload.id: workload for path in files for workload in read_settings(path)}
+    chosen = [workload for workload in every.values() if re.search(options.rows, workload.id)]
+    if not chosen:
+        sys.exit(f"no setting matches --rows {options.rows!r}; there are:\n" + "\n".join(every))
     stream = torch.cuda.stream(torch.cuda.Stream()) if device.type == "cuda" else contextlib.nullcontext()
     summaries = []
     with stream:

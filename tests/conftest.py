@@ -1,7 +1,10 @@
-"""Shared by all tests: poisoned fresh memory, the GPU marks and their skips, hypothesis' settings."""
+"""Shared by all tests: poisoned fresh memory, the GPU marks and their skips, and what makes a run repeatable.
+
+Repeatable on any machine, however slow or busy: fixed seeds, one thread, the same hypothesis examples, no time limit
+but pytest.ini's against hangs. Not even a test of speed may ask the clock: it counts work.
+"""
 
 import functools
-import os
 import sys
 from pathlib import Path
 
@@ -11,13 +14,28 @@ import torch
 TESTS = Path(__file__).resolve().parent
 
 try:
-    from hypothesis import settings
+    from hypothesis import HealthCheck, settings
 except ImportError:  # A GPU machine may lack it; only the tests that import it then fail.
     pass
 else:
-    # Shared cores make deadlines noise. CI repeats the same examples, so that a red run can be repeated at home.
-    settings.register_profile("flash_qla", deadline=None, print_blob=True, derandomize=bool(os.environ.get("CI")))
+    # Shared cores make deadlines noise, and the too_slow check, which also reads the clock.
+    clockless = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "print_blob": True}
+    # The same examples in every run. To look for new ones: pytest --hypothesis-profile=search.
+    settings.register_profile("flash_qla", derandomize=True, **clockless)
+    settings.register_profile("search", derandomize=False, **clockless)
     settings.load_profile("flash_qla")
+
+
+def pytest_configure():
+    # Small tensors run ten times slower when two threads wait for each other on shared cores, and the number of
+    # threads decides how sums are divided, hence bits.
+    torch.set_num_threads(1)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup():
+    """Seeds the generators: what a test draws depends neither on the tests before it nor on luck."""
+    torch.manual_seed(0)
 
 
 def _poisoned(function):
@@ -62,12 +80,3 @@ def pytest_collection_modifyitems(items):
         skip = pytest.mark.skip(reason=f"needs a CUDA device; torch {torch.__version__} sees none on this machine")
         for item in on_gpu:
             item.add_marker(skip)
-
-
-@pytest.fixture(scope="module")
-def one_thread():
-    """Tensors this small run ten times slower when two threads wait for each other on shared cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

@@ -2,14 +2,14 @@
 
 Each row's docstring says what it guards. Every test runs on the CPU and, where there is one, on a GPU, where the sizes
 are the row's own. Rows 37, 38, 43 and the memory half of 31 are about the GPU alone: tests/gpu. Rows 40 and 41
-(installation): tests/cpu/test_packaging.py. Row 46 (speed): the benchmark. More than 600 lines, in the rows' order.
+(installation): tests/cpu/test_packaging.py. Row 46 (speed): the benchmark. A hang (rows 5, 18) ends at pytest.ini's
+limit: a clock of a test's own would only find slow machines. More than 600 lines, in the rows' order.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import time
 import warnings
 from dataclasses import replace
 from functools import cache
@@ -41,7 +41,6 @@ from tests.case_inputs import (
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-HANG_S = 60
 
 
 def small(device, lengths, heads=(2, 4), dims=(32, 32), profile="strong", dtype=BF16, **kwargs):
@@ -115,7 +114,6 @@ EMPTY = {
 @pytest.mark.parametrize("with_state", [True, False], ids=["state", "no_state"])
 def test_case05_empty_sequences(device, lengths, with_state):
     """Guards empty sequences anywhere: no hang, no stale memory, the state passes through, the backward works."""
-    start = time.perf_counter()
     inputs = small(device, lengths, dims=(16, 16) if len(lengths) > 100 else (64, 64), with_state=with_state)
     actual = check(inputs)
     empty = [n for n, length in enumerate(inputs.lengths) if not length]
@@ -124,7 +122,6 @@ def test_case05_empty_sequences(device, lengths, with_state):
         assert torch.equal(actual["dh0"][empty], inputs.dht[empty])
     else:
         assert not actual["ht"][empty].any()
-    assert time.perf_counter() - start < HANG_S
 
 
 # --- row 6
@@ -261,11 +258,9 @@ def test_case18_long_tail(device, with_state):
     )  # fmt: skip
     if with_state:
         inputs = replace(inputs, initial_state=torch.zeros_like(inputs.initial_state))
-    start = time.perf_counter()
     first = run_public(inputs, gradients=False)
     for _ in range(sizes(device, 2, 100)):
         assert_same_bits(run_public(inputs, gradients=False), first)
-    assert time.perf_counter() - start < HANG_S
     assert_close_per_head(first, truth(inputs, gradients=False), BF16)
 
 

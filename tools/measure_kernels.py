@@ -109,7 +109,7 @@ def with_gates(x, gates: str):
 
 
 def record(call) -> list[tuple]:
-    """Runs a call; returns (key, kernel, arguments) of each launch in order."""
+    """Runs a call twice; returns (key, kernel, arguments) of each launch in order."""
     call()  # compiles
     with build.record_launches() as launches:
         call()
@@ -141,12 +141,22 @@ def planned(passes: str, shape: planner.Shape, segment_chunks: int | None) -> di
     return {re.sub(r"(_reverse)?(_w\d)?$", "", each.kernel): each for each in (common, *others)}
 
 
-def calls(x, segment_chunks: int | None, forward_chunks: int | None = None):
-    """The forward and the backward of one input set, split alike, or the forward into forward_chunks."""
-    arguments = {"scale": x.scale, "initial_state": x.initial_state, "cu_seqlens": x.cu_seqlens, "auto_cp": False}
+ALIKE = "alike"
+
+
+def calls(x, segment_chunks: int | None, forward_chunks: int | None | str = ALIKE):
+    """The forward and the backward of one input set.
+
+    Args:
+        x: the inputs.
+        segment_chunks: chunks of a segment; None: no split.
+        forward_chunks: those of the forward whose results the backward gets, where they are others.
+    """
+    arguments = {"scale": x.scale, "initial_state": x.initial_state, "auto_cp": False}
+    # The planner that is compared knows the lengths: so must the launches, which choose their widths by them.
+    arguments |= {"cu_seqlens": x.cu_seqlens, "cu_seqlens_cpu": x.seqs.cu_seqlens_cpu}
     context = FlashQLACPContext(segment_chunks=segment_chunks)
-    # A forward keeps its results only where the backward would split alike, and both are told by one context.
-    before = FlashQLACPContext(segment_chunks=forward_chunks or segment_chunks)
+    before = context if forward_chunks == ALIKE else FlashQLACPContext(segment_chunks=forward_chunks)
 
     def forward(cp_context=context, keep=False):
         return flash_qla.chunk_gated_delta_rule_fwd(

@@ -7,17 +7,20 @@ For each (heads, lengths): GPU time by graph replay of a whole pass without a sp
 planner prices and with the powers of two besides; regret = time of the planner's choice / best time - 1. With the
 published comparison's gates (`mild`), with every head decaying fast and with none decaying; and for each the choice of
 a planner that knows the gates (`build_cp_context(g=...)`). A backward gets the results of a forward split as the
-planner chose. Writes `planner_<GPU>.csv` and `.md`.
+planner chose. Writes `planner_<GPU>.csv` and `.md`. A recorded time is one of launches as wide as they were then: the
+file says how wide, and a later planner is judged with those.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 import statistics
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -29,7 +32,8 @@ import torch  # noqa: E402
 
 import flash_qla  # noqa: E402
 from flash_qla import arch, env  # noqa: E402
-from flash_qla.ops.gated_delta_rule.chunk.cp import FlashQLACPContext, build_cp_context, planner  # noqa: E402
+from flash_qla.ops.gated_delta_rule.chunk.cp import FlashQLACPContext, build_cp_context, coefs, planner  # noqa: E402
+from flash_qla.ops.gated_delta_rule.chunk.kernels import build, launch  # noqa: E402
 from flash_qla.testing import timing  # noqa: E402
 from flash_qla.testing.workloads import Workload  # noqa: E402
 
@@ -38,15 +42,15 @@ LENGTHS = ([3000], [6144], [12000], [24576], [65536], [20000, 3000], [6000] * 3)
 QUICK_LENGTHS = LENGTHS[1:4]
 COLUMNS = (
     *("passes", "num_k_heads", "num_v_heads", "lengths", "gates", "whole_ms", "best", "best_ms", "chosen", "chosen_ms"),
-    *("predicted_ms", "regret", "informed", "informed_ms", "informed_regret", "forward", "candidates"),
+    *("predicted_ms", "regret", "informed", "informed_ms", "informed_regret", "forward", "candidates", "widths"),
 )
 REPLAYS = 5
 # More input sets take time and change all candidates alike.
 MAX_SETS = 4
 # More segments of a sequence than that are hopeless, and slow to measure.
 MAX_SEGMENTS = 128
-# By how much a head of the profile `fast` decays in a chunk.
-FAST_DECAY = 52.0
+# By how much a head decays in a chunk, one of the profile `fast` and one of `mild` that decays.
+FAST_DECAY, MILD_DECAY = 52.0, 3.2
 LIMIT = 0.08
 
 
@@ -57,14 +61,51 @@ def problems(quick: bool) -> list[Workload]:
     return [workload for workload in found if workload.id not in seen]
 
 
-def plan(passes: str, workload: Workload, card, decays=None, cached=None) -> planner.Plan:
-    """The plan for lengths that the host knows; card: (Arch, multiprocessors)."""
-    offsets = torch.tensor([0, *workload.lengths]).cumsum(0).numpy().tobytes(), 8
+def shape_of(workload: Workload, card, decays=None) -> planner.Shape:
+    """What the planner makes of a workload; card: (Arch, multiprocessors)."""
+    chunks = [-(-length // planner.CHUNK_SIZE) for length in workload.lengths]
+    warmups = planner.head_warmups(workload.num_v_heads, env.cp_tolerance(), decays)
     dims = workload.head_dim_k, workload.head_dim_v
+    return planner.Shape.of(planner.length_runs(chunks), workload.num_v_heads, dims, card[1], warmups)
+
+
+@contextlib.contextmanager
+def as_measured(widths: dict, forward):
+    """The planner's launches become those that were measured.
+
+    Args:
+        widths: by segment length, as `widths_planned`; the planner's own where it lacks one.
+        forward: of a backward, as a line's `forward`.
+    """
+    forward_launches, backward_launches = planner.forward_launches, planner.backward_launches
+
+    def wide(segment_chunks):
+        if segment_chunks not in widths:
+            return contextlib.nullcontext()
+        walk, *ends = widths[segment_chunks]
+        asked = iter(ends)
+        rules = {"num_value_warpgroups": lambda *_: walk, "num_end_warpgroups": lambda *_: next(asked, ends[-1])}
+        return mock.patch.multiple(launch, **rules)
+
+    def measured_forward(shape, segment_chunks):
+        with wide(segment_chunks):
+            return list(forward_launches(shape, segment_chunks))
+
+    def measured_backward(shape, segment_chunks, cached):
+        with wide(segment_chunks):
+            at_hand = segment_chunks if forward == measure_kernels.ALIKE else cached
+            return list(backward_launches(shape, segment_chunks, at_hand))
+
+    measured = {"forward_launches": measured_forward, "backward_launches": measured_backward}
+    with mock.patch.multiple(planner, **measured):
+        yield
+
+
+def plan(passes: str, workload: Workload, card, decays=None, forward=None, widths=None) -> planner.Plan:
+    """The plan for lengths that the host knows, of launches as wide as `as_measured` is told."""
     request = planner.Request(True, decays=decays)
-    return planner.plan_lengths(
-        passes, offsets, workload.num_v_heads, dims, *card, env.cp_tolerance(), request, cached
-    )  # fmt: skip
+    with as_measured(widths or {}, forward):
+        return planner.choose(passes, shape_of(workload, card, decays), coefs.load(card[0]), request, forward)
 
 
 def make_call(passes: str, x, segment_chunks: int | None, forward_chunks: int | None):
@@ -76,41 +117,72 @@ def make_call(passes: str, x, segment_chunks: int | None, forward_chunks: int | 
     def forward():
         with torch.no_grad():
             return flash_qla.chunk_gated_delta_rule(
-                **x.kwargs, output_final_state=True, auto_cp=False, cp_context=context
-            )
+                **x.kwargs, cu_seqlens_cpu=x.seqs.cu_seqlens_cpu, output_final_state=True, auto_cp=False,
+                cp_context=context,
+            )  # fmt: skip
 
     return forward
 
 
+def widths_planned(passes: str, shape: planner.Shape, segment_chunks: int | None, cached=None) -> tuple[int, ...]:
+    """Value warpgroups of the walk and, where it is split, of segment_ends; a backward's reverse ones first."""
+    if passes == "fwd":
+        launches = planner.forward_launches(shape, segment_chunks)
+    else:
+        launches = planner.backward_launches(shape, segment_chunks, cached)
+    return tuple(int(each.kernel[-1]) for each in launches if each.kernel[-2] == "w")
+
+
+def widths_that_ran(call) -> tuple[int, ...]:
+    """Runs a call; returns what `widths_planned` does."""
+    with build.record_launches() as launches:
+        call()
+    found = {}
+    for (make, spec, _), _, _ in launches:
+        kind = measure_kernels.kind((make, spec))
+        found[f"{kind}_reverse" if make.__name__ == "make_reverse" else kind] = spec
+    kinds = ("fused_fwd", "states", "segment_ends_reverse", "segment_ends")
+    return tuple(found[kind].value_warpgroups for kind in kinds if kind in found)
+
+
 def compare(passes: str, workload: Workload, sets, profile: str, device) -> dict:
-    """Measures every candidate of one problem. Returns a line of the table."""
+    """Measures every candidate of one problem. Returns a line of the table.
+
+    Raises:
+        AssertionError: the planner prices other launches than run.
+    """
     sets, card = [measure_kernels.with_gates(x, profile) for x in sets], (arch.of_device(device), arch.num_sms(device))
     decays = build_cp_context(sets[0].cu_seqlens, g=sets[0].g).decays
     forward = None if passes == "fwd" else plan("fwd", workload, card).segment_chunks
     chosen = [plan(passes, workload, card, each, forward).segment_chunks for each in (None, decays)]
-    shape = planner.Shape.of(
-        planner.length_runs([-(-length // planner.CHUNK_SIZE) for length in workload.lengths]), workload.num_v_heads,
-        (workload.head_dim_k, workload.head_dim_v), card[1], (),
-    )  # fmt: skip
+    shape = shape_of(workload, card)
     powers = (1 << n for n in range(2, 10) if shape.longest / MAX_SEGMENTS <= 1 << n <= shape.longest / 2)
-    times = {}
+    times, widths = {}, {}
     for segment_chunks in dict.fromkeys((None, *planner.candidates(shape), *powers, *chosen)):
         calls = [make_call(passes, x, segment_chunks, forward) for x in sets]
+        widths[segment_chunks] = widths_that_ran(calls[0])
+        expected = widths_planned(passes, shape, segment_chunks, forward)
+        if widths[segment_chunks] != expected:
+            ran = widths[segment_chunks]
+            raise AssertionError(f"{workload.id} {passes}, {segment_chunks}: ran with {ran} warpgroups, not {expected}")
         times[segment_chunks] = timing.gpu_time(calls, device, replays=REPLAYS).median_ms
-    return judge(passes, workload, profile, card, times, decays, forward)
+    return judge(passes, workload, profile, card, times, widths, decays, forward)
 
 
-def judge(passes: str, workload: Workload, profile: str, card, times, decays, forward) -> dict:
-    """A line of the table from the candidates' times (None: no split).
+def judge(passes: str, workload: Workload, profile: str, card, times, widths, decays, forward) -> dict:
+    """A line of the table from the candidates' times and widths (None: no split).
 
     Raises:
         KeyError: the planner chose what was not measured.
     """
-    plain, informed = (plan(passes, workload, card, each, forward) for each in (None, decays))
+    plain, informed = (plan(passes, workload, card, each, forward, widths) for each in (None, decays))
     best = min(times, key=times.get)
 
     def regret(chosen):
         return times[chosen.segment_chunks] / times[best] - 1
+
+    def by_candidate(texts):
+        return " ".join(f"{n or 'whole'}:{text}" for n, text in texts.items())
 
     return {
         "passes": passes,
@@ -129,24 +201,43 @@ def judge(passes: str, workload: Workload, profile: str, card, times, decays, fo
         "informed_ms": f"{times[informed.segment_chunks]:.5f}",
         "informed_regret": f"{regret(informed):.4f}",
         "forward": forward or "whole",
-        "candidates": " ".join(f"{n or 'whole'}:{ms:.5f}" for n, ms in times.items()),
+        "candidates": by_candidate({n: f"{ms:.5f}" for n, ms in times.items()}),
+        "widths": by_candidate({n: "/".join(map(str, each)) for n, each in widths.items()}),
     }
+
+
+def lengths_of(lengths_id: str) -> list[int]:
+    """The inverse of `Workload.lengths_id`, of packed sequences that it spells out."""
+    tokens, _, count = lengths_id.partition("x")
+    return [int(tokens)] * int(count) if count else [int(each) for each in lengths_id.split("+")]
+
+
+def decays_of(gates: str, num_v_heads: int) -> tuple[float, ...]:
+    """By how much each head of a profile decays in a chunk, as `build_cp_context` measures it."""
+    never = {"mild": num_v_heads // 4, "fast": 0, "none": num_v_heads}[gates]
+    others = FAST_DECAY if gates == "fast" else MILD_DECAY
+    return (0.0,) * never + (others,) * (num_v_heads - never)
 
 
 def replan(path: Path) -> tuple[dict, list[dict]]:
     """Today's planner on the times of an earlier run. Returns the run's description and the table's lines."""
     meta, rows = fit_coefs.read([path])
     card = next(each for each in arch.ARCHS.values() if each.name == meta["arch"]), int(meta["P"])
-    workloads, lines = {(w.num_k_heads, w.num_v_heads, w.lengths_id): w for w in problems(False)}, []
+    lines = []
+
+    def chunks_of(name):
+        return int(name) if name.isdigit() else {"whole": None}.get(name, name)
+
+    def by_candidate(texts):
+        return {chunks_of(name): text for name, _, text in (each.partition(":") for each in texts.split())}
+
     for row in rows:
-        workload = workloads[int(row["num_k_heads"]), int(row["num_v_heads"]), row["lengths"]]
-        pairs = (each.split(":") for each in row["candidates"].split())
-        times = {None if name == "whole" else int(name): float(ms) for name, ms in pairs}
-        forward = None if row["forward"] == "whole" else int(row["forward"])
-        heads = workload.num_v_heads
-        mild = (0.0,) * (heads // 4) + (planner.ASSUMED_DECAY_PER_CHUNK,) * (heads - heads // 4)
-        decays = {"mild": mild, "fast": (FAST_DECAY,) * heads, "none": (0.0,) * heads}[row["gates"]]
-        lines.append(judge(row["passes"], workload, row["gates"], card, times, decays, forward))
+        workload = Workload(lengths_of(row["lengths"]), int(row["num_k_heads"]), int(row["num_v_heads"]))
+        times = {n: float(ms) for n, ms in by_candidate(row["candidates"]).items()}
+        widths = {n: tuple(map(int, text.split("/"))) for n, text in by_candidate(row["widths"]).items()}
+        decays = decays_of(row["gates"], workload.num_v_heads)
+        forward = chunks_of(row["forward"])
+        lines.append(judge(row["passes"], workload, row["gates"], card, times, widths, decays, forward))
     return meta, lines
 
 

@@ -21,7 +21,8 @@ EAGER_CALLS = 30
 EAGER_S = 0.05
 # Input sets together hold at least this many bytes: four times the L2 of the GPUs that we time on.
 COLD_BYTES = 4 * 60 * 2**20
-MAX_SETS = 16
+# Two at least: what a call does may depend on the values of its gates.
+MIN_SETS, MAX_SETS = 2, 16
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,8 @@ class Timing:
 
 
 def num_input_sets(bytes_per_set: int) -> int:
-    """Returns how many input sets one graph needs so that the cache serves none of them."""
-    return max(1, min(MAX_SETS, -(-COLD_BYTES // max(1, bytes_per_set))))
+    """Returns how many input sets one graph needs so that the cache serves none of them, MIN_SETS to MAX_SETS."""
+    return max(MIN_SETS, min(MAX_SETS, -(-COLD_BYTES // max(1, bytes_per_set))))
 
 
 def synchronize(device: torch.device) -> None:

@@ -23,7 +23,13 @@ def l2norm_fwd(x: torch.Tensor, eps: float = 1e-6, dim: int = -1) -> tuple[torch
     Returns:
         y: x's shape and dtype.
         rstd: rsqrt(Σ x² + eps), x's shape without `dim`, float32 (float64 for float64 x).
+
+    Raises:
+        ValueError: x is no tensor of a floating-point dtype.
     """
+    if not isinstance(x, torch.Tensor) or not x.is_floating_point():
+        got = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
+        raise ValueError(f"x must be a torch.Tensor of a floating-point dtype, got {got}")
     with torch.no_grad():
         norm = torch.linalg.vector_norm(x, dim=dim, keepdim=True, dtype=_compute_dtype(x))
         rstd = torch.rsqrt(norm * norm + eps)
@@ -76,5 +82,8 @@ def l2norm(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
 
     Returns:
         x · rsqrt(Σ x² + eps), x's shape and dtype.
+
+    Raises:
+        ValueError: x is no tensor of a floating-point dtype.
     """
     return _L2Norm.apply(x, eps)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import flash_qla
+from flash_qla import env
 from flash_qla.ops.gated_delta_rule.chunk import fused_gdr_h, kkt_solve, reference
 from flash_qla.ops.gated_delta_rule.chunk.cp import build_cp_context
 from flash_qla.ops.gated_delta_rule.chunk.sequences import Sequences
@@ -265,3 +268,159 @@ UNNAMED = {
 def test_error_names_the_argument(call, words):
     with pytest.raises(ValueError, match=words):
         call()
+
+
+# --- derivatives that would be lost
+
+
+TRANSFORMS = {
+    "vmap": lambda call, v: torch.func.vmap(call)(torch.stack([v, v])),
+    "grad": lambda call, v: torch.func.grad(lambda v: call(v).sum())(v),
+    "jvp": lambda call, v: torch.func.jvp(call, (v,), (v,)),
+    "vjp": lambda call, v: torch.func.vjp(call, v)[0],
+}
+
+
+@pytest.mark.parametrize("l2norm", [False, True], ids=["plain", "l2norm"])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_functional_transforms_are_refused_by_name(transform, l2norm):
+    """The kernels see neither wrappers nor tangents: a silent constant would come out."""
+    a = arguments()
+
+    def call(v):
+        return flash_qla.chunk_gated_delta_rule(**a | {"v": v}, use_qk_l2norm_in_kernel=l2norm)[0]
+
+    with pytest.raises(NotImplementedError, match=r"chunk_gated_delta_rule .*torch\.func"):
+        TRANSFORMS[transform](call, a["v"])
+    # What a transform around the call does not touch is an ordinary call.
+    inside = torch.func.vmap(lambda x: (call(a["v"]), x)[1])(torch.ones(2))
+    assert torch.equal(inside, torch.ones(2))
+
+
+@pytest.mark.parametrize("l2norm", [False, True], ids=["plain", "l2norm"])
+def test_batched_gradients_are_refused_by_name(l2norm):
+    """autograd's vectorised Jacobians send vmap's wrappers into the backward."""
+    a = arguments()
+    a["v"].requires_grad_()
+    o, _ = flash_qla.chunk_gated_delta_rule(**a, use_qk_l2norm_in_kernel=l2norm)
+    with pytest.raises(NotImplementedError, match="chunk_gated_delta_rule .*batched gradients"):
+        torch.autograd.grad(o, a["v"], torch.ones(2, *o.shape), is_grads_batched=True)
+
+
+@pytest.mark.parametrize("tracked", [False, True], ids=["constant", "tracked"])
+@pytest.mark.parametrize("name", ["v", "g", "A_log"])
+def test_forward_mode_is_refused(name, tracked):
+    a = arguments() | {"A_log": torch.zeros(HV), "use_gate_in_kernel": True}
+    a["q"].requires_grad_(tracked)
+    with torch.autograd.forward_ad.dual_level():
+        flash_qla.chunk_gated_delta_rule(**a)
+        a[name] = torch.autograd.forward_ad.make_dual(a[name], torch.ones_like(a[name]))
+        with pytest.raises(NotImplementedError, match="chunk_gated_delta_rule has no forward-mode derivative"):
+            flash_qla.chunk_gated_delta_rule(**a)
+
+
+def test_out_counts_as_changed():
+    """Whoever saved `out` for a backward of their own is told that it changed, as by any in-place operation."""
+    a, factor = arguments(), torch.ones(1, requires_grad=True)
+    out = torch.ones_like(a["v"])
+    product = factor * out
+    flash_qla.chunk_gated_delta_rule(**a, out=out)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+    with torch.inference_mode():
+        out = torch.empty_like(a["v"])
+        assert flash_qla.chunk_gated_delta_rule(**a, out=out)[0] is out
+
+
+def test_out_that_requires_gradients_is_fine_where_nobody_tracks():
+    out = torch.ones_like(arguments()["v"]).requires_grad_()
+    with torch.no_grad():
+        assert flash_qla.chunk_gated_delta_rule(**arguments(), out=out)[0] is out
+
+
+# --- tracing without dynamo
+
+
+def test_export():
+    """torch.export says that it is compiling, dynamo or not: the call between graphs called itself for ever."""
+
+    class Layer(torch.nn.Module):
+        def forward(self, q, k, v, g, beta):
+            return flash_qla.chunk_gated_delta_rule(q, k, v, g, beta)[0]
+
+    a = arguments()
+    exported = torch.export.export(Layer(), tuple(a.values()), strict=False).module()
+    a["v"] = 2 * a["v"]
+    assert torch.equal(exported(*a.values()), flash_qla.chunk_gated_delta_rule(**a)[0])
+
+
+# --- contexts are values that callers keep
+
+
+def test_contexts_can_be_compared_kept_and_copied():
+    """Their tensors have no truth value: == raised, and a context could be no key."""
+    one, other = (build_cp_context(torch.tensor([0, 5, T]), g=-torch.ones(1, T, HV)) for _ in range(2))
+    assert one == one and one != other and len({one, other, one}) == 2
+    for copied in (copy.deepcopy(one), pickle.loads(pickle.dumps(one))):
+        assert copied.decays == one.decays and torch.equal(copied.cu_seqlens, one.cu_seqlens)
+        flash_qla.chunk_gated_delta_rule(**arguments(), cp_context=copied)
+
+
+# --- a cache of another forward
+
+OTHER_FORWARDS = {
+    "tokens": ({"tokens": 600}, {}),
+    "heads": ({"heads": 2}, {}),
+    "head_size": ({"head_dim": 4}, {}),
+    "dtype": ({"dtype": torch.bfloat16}, {}),
+    "sequences": ({}, {"cu_seqlens": torch.tensor([0, 100, 300])}),
+}
+
+
+@pytest.mark.parametrize(("sizes", "options"), OTHER_FORWARDS.values(), ids=OTHER_FORWARDS)
+def test_cache_of_another_forward_is_refused(sizes, options):
+    """Its states would be read for others, and beyond their end."""
+
+    def halves(sizes, options, cache=None):
+        tokens, heads, dim, dtype = (
+            {"tokens": 300, "heads": 1, "head_dim": 8, "dtype": torch.float32} | sizes
+        ).values()
+        q, g = torch.ones(1, tokens, heads, dim, dtype=dtype) / dim, -torch.ones(1, tokens, heads)
+        options = options | {"cp_context": build_cp_context(force_intra_cp=True)}
+        g_cumsum, A, *_, made = flash_qla.chunk_gated_delta_rule_fwd(
+            q, q, q, g, -g, **options, enable_fwd_cp_cache=True
+        )
+        flash_qla.chunk_gated_delta_rule_bwd(q, q, q, g_cumsum, -g, A, q, **options, cp_cache=cache or made)
+        return made
+
+    other = halves(sizes, options)
+    assert other is not None
+    with pytest.raises(ValueError, match="cp_cache is of another forward"):
+        halves({}, {}, other)
+    halves({}, {}, copy.deepcopy(halves({}, {})))
+
+
+# --- environment variables with odd values
+
+
+@pytest.mark.parametrize("name", ["FLASH_QLA_BACKEND", "FLASH_QLA_DEBUG", "FLASH_QLA_CP_TOLERANCE"])
+def test_empty_variable_counts_as_not_set(name, monkeypatch):
+    """`NAME= command` is how a shell user turns a variable off."""
+    monkeypatch.setenv(name, "")
+    assert env.read(name) == env.VARIABLES[name][0]
+    a = arguments()
+    a["v"][0, 0, 0, 0] = torch.nan  # debug mode would find it
+    flash_qla.chunk_gated_delta_rule(**a, force_intra_cp=True)
+
+
+@pytest.mark.parametrize("read", [env.debug, env.print_plan], ids=["debug", "print_plan"])
+def test_switches(read, monkeypatch):
+    """`false` turned the debug mode on."""
+    name = f"FLASH_QLA_{read.__name__.upper()}"
+    for value, wanted in {"0": False, "1": True, "false": False, "OFF": False, "no": False, "True": True}.items():
+        monkeypatch.setenv(name, value)
+        assert read() is wanted, value
+    for value in ("2", " ", "maybe", "0.0"):
+        monkeypatch.setenv(name, value)
+        with pytest.raises(ValueError, match=f"{name}={value!r}"):
+            read()

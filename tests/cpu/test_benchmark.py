@@ -1,5 +1,7 @@
 """The benchmark, its report, the profile and the timers, on the CPU with stand-ins for the other libraries."""
 
+import contextlib
+import csv
 import json
 import os
 import re
@@ -13,9 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from flash_qla import arch
 from flash_qla.testing import timing, workloads
 from flash_qla.testing.floors import floors, num_chunks
 from flash_qla.testing.workloads import Workload
+from tests.case_inputs import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -107,7 +111,7 @@ def _run(*command, status=0, **environment):
         **environment,
     }
     done = subprocess.run(
-        [sys.executable, *map(str, command)], cwd=ROOT, env=values, capture_output=True, text=True, timeout=500
+        [sys.executable, *map(str, command)], cwd=ROOT, env=values, capture_output=True, text=True, timeout=HANG_S
     )
     assert done.returncode == status, f"{command}: status {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout + done.stderr if status else done.stdout
@@ -123,6 +127,7 @@ def results(tmp_path_factory):
     text = _run(
         ROOT / "benchmark/bench_gated_delta_rule.py", "--set", "tiny", "--device", "cpu", "--repeats", "1",
         "--out", out, "--original", folder / "original", "--fla", folder / "fla", "--suffix", "test", "--commit", "abc",
+        "--row-timeout", HANG_S,
     )  # fmt: skip
     return out, text
 
@@ -135,6 +140,9 @@ def test_benchmark_runs_every_library_in_its_own_process(results, report):
     assert meta["FlashInfer version"].startswith("absent: import flashinfer")
     by = {(r.passes, r.library): r for r in records}
     assert len(by) == 12
+    parts = ("inputs", "first call", "reference", "comparison", "timing", "clearing")
+    assert all(part in meta[f"seconds of {report.LABELS[name]}"] for part in parts for name in ("ours", "fla"))
+    assert "seconds of FlashInfer" not in meta
     for passes in ("fwd", "bwd", "fwdbwd"):
         for library in ("ours", "original", "fla"):
             record = by[passes, library]
@@ -143,6 +151,9 @@ def test_benchmark_runs_every_library_in_its_own_process(results, report):
         assert by[passes, "flashinfer"].source == "absent"
     rows = report.group_rows(records)
     assert all(row.speedup("fla") and row.speedup("original") and row.speedup_best for row in rows)
+    text = " ".join(text.split())  # as one line: where it wraps depends on the versions' lengths
+    for sentence in ("The run took", "FlashInfer: absent: import flashinfer", "FLA: measured on 3 rows"):
+        assert sentence in text
     assert "Rows that lose" in text and (out / "bench_test.md").exists() and (out / "bench_test.txt").exists()
 
 
@@ -152,7 +163,7 @@ def test_resume_measures_nothing_again(results, report):
     before = (out / "bench_test.csv").read_text()
     command = (
         ROOT / "benchmark/bench_gated_delta_rule.py", "--set", "tiny", "--device", "cpu", "--out", out, "--resume",
-        "--baselines", "", "--suffix", "test", "--commit",
+        "--baselines", "", "--suffix", "test", "--row-timeout", HANG_S, "--commit",
     )  # fmt: skip
     assert "start afresh" in _run(*command, "other", status=1)
     _run(*command, "abc")
@@ -186,15 +197,117 @@ def test_resume_takes_complete_rows_only(bench, report, tmp_path):
         options = bench.parse(["--fla-passes", passes])
         kept = bench.take_up(tmp_path / "x.csv", bench.published_rows(), with_fla, dict(meta), options)
         assert len({r.row for r in kept}) == complete, "these are forward rows without FLA"
+    some = [row for row in bench.published_rows() if row.num_k_heads == 2]
+    kept = bench.take_up(tmp_path / "x.csv", some, workers, dict(meta), bench.parse([]))
+    assert {r.row for r in kept} == {r.row for r in records}, "rows that --rows leaves out must not be lost"
+    assert not any(r.source in ("scaled", "recorded") for r in kept), "they are worked out anew"
     with pytest.raises(SystemExit, match="--commit"):
         unknown = {**meta, "commit": bench.UNKNOWN_COMMIT}
         bench.take_up(tmp_path / "x.csv", bench.published_rows(), workers, unknown, options)
 
 
-def test_quick_starts_with_the_published_comparison(bench):
-    """Guards what a time limit loses first: forward + backward, not rows of the comparison."""
+def test_resume_joins_what_the_runs_say(bench, report, tmp_path):
+    """A second run with other rows and libraries: versions, times and rows left out of the first stay."""
+    first = {"commit": "abc", "gpu": "g", "date": "then", "rows": "set quick", "left out": "fwd-1 bwd-1"}
+    first |= {"FLA version": "0.6", bench.SECONDS: "90", "FlashInfer version": "absent: import"}
+    report.write_csv(tmp_path / "x.csv", first, _records(report))
+    now = {"commit": "abc", "gpu": "g", "rows": "set full", "FLA version": "absent: not asked for", "driver": "1"}
+    now["FlashInfer version"] = "0.7"
+    workers = {"ours": type("Present", (), {"absent": None})}
+    bench.take_up(tmp_path / "x.csv", bench.published_rows(), workers, now, bench.parse([]))
+    assert now["FLA version"] == "0.6" and now["FlashInfer version"] == "0.7" and now["driver"] == "1"
+    assert now["rows"] == "set quick; then set full" and now["left out"] == "fwd-1 bwd-1" and now[bench.SECONDS] == "90"
+    text = report.what_ran({**now, bench.SECONDS: "90 + 20"}, _records(report))
+    assert "The run took 90 + 20 s. Left out by a time limit: 2 rows: fwd-1 bwd-1." in text
+
+
+def test_running_order_loses_what_matters_least(bench):
+    """Guards what a time limit cuts off: not the backward of some heads, and never one pass of a group of three."""
     rows = bench.select_rows(bench.parse(["--quick"]))
     assert tuple(rows[:33]) == workloads.PEER_ROWS and {row.passes for row in rows[33:]} == {"fwdbwd"}
+    groups = bench.in_running_order(rows)
+    assert sorted(row.id for group in groups for row in group) == sorted(row.id for row in rows)
+    passes = [[row.passes for row in group] for group in groups]
+    assert passes == [["fwd", "bwd", "fwdbwd"]] * 12 + [["fwd"]] * 9
+    assert all(len({(row.num_k_heads, row.num_v_heads, row.lengths_id) for row in group}) == 1 for group in groups)
+    for start in range(0, 21, 3):
+        heads = [(group[0].num_k_heads, group[0].num_v_heads) for group in groups[start : start + 3]]
+        assert heads == [(16, 64), (16, 32), (2, 8)]
+    published = {row.id for row in rows}
+    order = [row.id in published for group in bench.in_running_order(workloads.benchmark_rows()) for row in group]
+    assert order == sorted(order, reverse=True) and sum(order) == len(rows)
+
+
+def test_time_limit_names_what_it_left_out(bench, report, tmp_path, monkeypatch):
+    """The rows that are done stay; the rows of a group ask for one reference, and it goes with the group."""
+    asked, clock = [], [0.0]
+
+    class Worker:
+        absent, seconds = None, {}
+
+        def run(self, row, mode, reference, gradients):
+            asked.append((row.id, reference.name, gradients))
+            reference.write_text("{}")
+            clock[0] += 1.0
+            return {"error": "none here", "seconds": {"timing": 1.0}}
+
+    monkeypatch.setattr(bench.time, "monotonic", lambda: bench.STARTED + clock[0])
+    options, records = bench.parse(["--quick", "--time-limit", "3.5"]), []
+    rows = bench.select_rows(options)
+    worker = Worker()
+    left = bench.measure(rows, {"ours": worker}, options, records, lambda: None, lambda rows: rows, tmp_path)
+    first = ["fwd-16h64-32768x1-mild", "bwd-16h64-32768x1-mild", "fwdbwd-16h64-32768x1-mild", "fwd-16h32-32768x1-mild"]
+    assert [row for row, _, _ in asked] == [record.row for record in records] == first
+    assert len(left) == 41 and left[0] == "bwd-16h32-32768x1-mild" and not set(left) & set(first)
+    assert {name for _, name, _ in asked} == {first[0], first[3]} and all(gradients for _, _, gradients in asked)
+    assert [path.name for path in tmp_path.iterdir()] == [first[3]], "a group's reference must go with its group"
+    assert worker.seconds == {"timing": 4.0}
+
+
+def test_waking_leaves_fla_alone(bench):
+    """FLA's first call tunes by timing, so nothing may run beside it."""
+    called = []
+
+    class Worker:
+        absent = None
+
+        def __init__(self, library):
+            self.library = library
+
+        def run(self, row, mode):
+            assert mode == "warm"
+            called.append((self.library, row.id))
+
+    class Missing:
+        absent = "not here"
+
+    rows = bench.select_rows(bench.parse(["--quick", "--passes", "fwd"]))
+    workers = {"ours": Worker("ours"), "original": Worker("original"), "fla": Worker("fla"), "flashinfer": Missing()}
+    bench.wake(rows, workers)
+    smallest = [f"fwd-{heads}-2048x1-mild" for heads in ("16h64", "16h32", "2h8")]
+    assert sorted(called) == sorted((name, row) for name in ("ours", "original") for row in smallest)
+
+
+def test_references_are_computed_once(tmp_path):
+    """Two processes' stand-ins share one file; a backward that a forward's reference lacks is computed and kept."""
+    worker = _load(ROOT / "benchmark/worker.py")
+    first, second = (worker.References(torch.device("cpu")) for _ in range(2))
+    computed = []
+
+    def compute(gradients):
+        computed.append(gradients)
+        found = {"o": torch.arange(6, dtype=torch.float64).view(1, 3, 2) / 7, "ht": torch.zeros(0, 2)}
+        return found | ({"dq": torch.full((2, 2), -1.5, dtype=torch.float64), "dh0": None} if gradients else {})
+
+    path = tmp_path / "fwd-1h1-3x1.5-mild"
+    assert first.get(str(path), compute, False).keys() == {"o", "ht"}
+    mine, theirs = first.get(str(path), compute, True), second.get(str(path), compute, True)
+    assert computed == [False, True] and theirs["dh0"] is None and theirs["ht"].shape == (0, 2)
+    torch.testing.assert_close(theirs["o"].double(), mine["o"], rtol=1e-7, atol=0)
+    assert torch.equal(theirs["dq"].double(), mine["dq"])
+    second.get(str(tmp_path / "other"), compute, False)
+    assert computed == [False, True, False]
+    assert second.get(None, compute, True) is not None and computed[-1] is True
 
 
 def test_original_has_a_cache_of_its_own(bench, tmp_path, monkeypatch):
@@ -230,6 +343,7 @@ def test_wrong_peer_gets_no_speedup(tmp_path, report):
     _run(
         ROOT / "benchmark/bench_gated_delta_rule.py", "--set", "tiny", "--device", "cpu", "--repeats", "1",
         "--out", tmp_path, "--fla", tmp_path / "fla", "--baselines", "fla", "--passes", "fwd", "--suffix", "x",
+        "--row-timeout", HANG_S,
     )  # fmt: skip
     (row,) = report.group_rows(report.read_csv(tmp_path / "bench_x.csv")[1])
     assert row.records["fla"].check == "failed" and row.records["fla"].gpu_ms > 0
@@ -242,7 +356,7 @@ def test_worker_survives_a_row_that_fails():
     good = {**request, "row": {"lengths": [3], "num_k_heads": 1, "num_v_heads": 1}}
     done = subprocess.run(
         [sys.executable, ROOT / "benchmark/worker.py", "--library", "ours", "--device", "cpu"], text=True,
-        input="\n".join(map(json.dumps, (request, good))) + "\n", capture_output=True, timeout=300,
+        input="\n".join(map(json.dumps, (request, good))) + "\n", capture_output=True, timeout=HANG_S,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     ready, failed, measured = map(json.loads, done.stdout.splitlines())
@@ -309,6 +423,13 @@ def test_report_from_csv(bench, report, tmp_path):
     )
     readme = (tmp_path / "README.md").read_text()
     assert readme.startswith("before\n") and readme.endswith("after\n") and "old" not in readme
+    assert "flash_qla: measured on 2 rows" in readme and "FLA: absent: not asked for" in readme
+    assert "FlashInfer: recorded times on 2 rows" in readme and "[`bench_H200.md`](bench_H200.md)" in readme
+    assert readme.count("<details>") == readme.count("</details>") == 2
+    detail = report.detail_table(rows)
+    assert len(detail) == 3 and all(len(line) == len(detail[0]) for line in detail)
+    assert detail[1][detail[0].index("spread")] == "6.0% / 2.2%" and "/ FlashInfer" not in report.detail_legend(rows)
+    assert report.detail_legend(rows).startswith("flash_qla / original 0.1.3. ")
     assert "![forward](fwd_H200.png)" in readme and "Rows that lose: fwd-2h8-32768x1-mild" in readme
     assert "| o | 2 | 5e-03 | 1.0e-03 | 1.0e-03 | fwd-16h64-8192x4-mild |" in readme
     assert (tmp_path / "fwd_H200.png").stat().st_size > 1000
@@ -321,7 +442,7 @@ def test_report_from_csv(bench, report, tmp_path):
 def test_groups_and_means(report):
     rows = report.group_rows(_records(report))
     names = report.groups(rows)
-    reachable = "forward, without 2/8 at long x1 and x2"
+    reachable = "forward, but for 2/8 on one or two long sequences"
     assert len(names["forward, published rows"]) == 2 and len(names[reachable]) == 1
     assert report.geometric_mean([2.0, 8.0]) == pytest.approx(4.0) and report.geometric_mean([]) is None
 
@@ -371,7 +492,7 @@ def test_timers_on_the_cpu():
     assert result.min_ms <= result.median_ms <= result.max_ms
     assert timing.host_time(lambda: None, "cpu", repeats=3).repeats == 3
     assert timing.peak_memory(lambda: None, "cpu") is None and timing.measure_ceilings("cpu") == {}
-    assert timing.num_input_sets(1) == timing.MAX_SETS and timing.num_input_sets(2**40) == 1
+    assert timing.num_input_sets(1) == timing.MAX_SETS and timing.num_input_sets(2**40) == timing.MIN_SETS == 2
     made = timing.Timing.of([1.0, 3.0, 2.0], "graph")
     assert (made.median_ms, made.spread) == (2.0, 1.0)
 
@@ -443,14 +564,89 @@ def test_profile_on_the_cpu(tmp_path):
     assert len((tmp_path / "out.csv").read_text().splitlines()) == 2
 
 
-def test_profile_settings_are_read():
-    module = _load(ROOT / "profile/profile_gdr.py")
-    for name in module.SETS:
-        settings = module.read_settings(module.SETTINGS / f"{name}.csv")
+@pytest.fixture(scope="module")
+def profile():
+    return _load(ROOT / "profile/profile_gdr.py")
+
+
+def test_profile_settings_are_read(profile):
+    for name in profile.SETS:
+        settings = profile.read_settings(profile.SETTINGS / f"{name}.csv")
         assert settings and all(w.gate_profile in workloads.GATE_PROFILES for w in settings)
-    assert module.parse_lengths("random") == workloads.RANDOM_LENGTHS and module.parse_lengths("8x2") == [8, 8]
+        assert len({w.id for w in settings}) == len(settings)
+    assert profile.parse_lengths("random") == workloads.RANDOM_LENGTHS and profile.parse_lengths("8x2") == [8, 8]
     with pytest.raises(ValueError, match="lengths"):
-        module.parse_lengths("8x")
+        profile.parse_lengths("8x")
+
+
+def test_profile_of_every_setting_with_a_fake_gpu(profile, monkeypatch, tmp_path, capsys):
+    """Every line of every set, as on an H200, with the call and the clocks replaced: floors, plans, shares, the CSV."""
+    monkeypatch.setattr(arch, "of_device", lambda device: arch.SM90)
+    monkeypatch.setattr(arch, "num_sms", lambda device: 132)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a fake H200")
+    for name in ("stream", "Stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(Workload, "make", lambda self, device, seed: self)
+    monkeypatch.setattr(profile, "make_call", lambda passes, x: lambda: None)
+    monkeypatch.setattr(timing, "measure_ceilings", lambda device: {"tflops": 800.0, "bytes_per_s": 4e12})
+    monkeypatch.setattr(timing, "gpu_time", lambda calls, device, replays: timing.Timing.of([1.0, 1.1], "graph"))
+    monkeypatch.setattr(timing, "host_time", lambda call, device, repeats: timing.Timing.of([0.1], "wall"))
+    kernels = [profile.KernelTime("walk", 1.0, 0.75), profile.KernelTime("solve", 2.0, 0.25)]
+    monkeypatch.setattr(profile, "kernel_times", lambda call, device: kernels)
+    out = tmp_path / "folder" / "out.csv"
+    assert profile.main(["--set", *profile.SETS, "--out", str(out)]) == 0
+    lines = list(csv.DictReader(out.read_text().splitlines()))
+    settings = {w.id: w for name in profile.SETS for w in profile.read_settings(profile.SETTINGS / f"{name}.csv")}
+    assert [line["pass"] for line in lines] == ["fwd", "bwd"] * len(settings)
+    for line in lines:
+        assert float(line["planned ms"]) > 0 and float(line["operations ms"]) > 0 and float(line["TB/s"]) > 0
+        assert (line["launches"], line["host µs"], line["spread"]) == ("3", "100", "±4.8%")
+        assert float(line["with T, S, dS ms"]) > float(line["bytes ms"])
+    text = capsys.readouterr().out
+    assert "a fake H200: 800 TFLOP/s, 4.00 TB/s" in text and "75%" in text
+    assert profile.main(["--set", "varlen", "--rows", "2h8", "--skip-bwd", "--out", str(out)]) == 0
+    assert len(out.read_text().splitlines()) == 1 + 3
+    with pytest.raises(SystemExit, match="fwd-16h64-128x64-mild"):
+        profile.main(["--set", "varlen", "--rows", "nothing"])
+
+
+def test_profile_reads_device_times(profile, monkeypatch):
+    """The device's own time per call, slowest first; what only ran on the host is left out."""
+
+    class Event:
+        def __init__(self, key, count, device_us):
+            self.key, self.count, self.self_device_time_total = key, count, device_us
+
+    class Profiler:
+        def __init__(self, activities, acc_events):
+            assert activities == [torch.profiler.ProfilerActivity.CUDA]
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *exception):
+            pass
+
+        def key_averages(self):
+            return [Event("solve_kernel", 10, 500.0), Event("walk_kernel", 5, 4000.0), Event("launch", 15, 0.0)]
+
+    monkeypatch.setattr(torch.profiler, "profile", Profiler)
+    monkeypatch.setattr(timing, "synchronize", lambda device: None)
+    calls = []
+    found = profile.kernel_times(lambda: calls.append(0), torch.device("cuda"))
+    assert found == [profile.KernelTime("walk", 1.0, 0.8), profile.KernelTime("solve", 2.0, 0.1)]
+    assert len(calls) == 1 + profile.PROFILED_CALLS
+
+
+@pytest.mark.parametrize("rich", [True, False], ids=["rich", "plain"])
+def test_profile_tables(profile, rich, monkeypatch, capsys):
+    if not rich:
+        monkeypatch.setitem(sys.modules, "rich.console", None)
+    profile.print_table("a [title] that is longer than the table", profile.KERNELS, [["walk", "1.0", "0.5", "100%"]])
+    text = capsys.readouterr().out
+    assert text.startswith("a [title] that is longer than the table\n") and "walk" in text and "100%" in text
 
 
 def test_options_are_checked():

@@ -736,6 +736,9 @@ def test_supports_says_why():
         ((q, k, v), {"state_dtype": torch.float64}, "state_dtype"),
         ((None, None, None), {}, "q must be a torch.Tensor"),
         ((q, k, "v"), {}, "v must be a torch.Tensor"),
+        ((q, k, torch.nested.as_nested_tensor([v, v], layout=torch.jagged)), {}, "v must be a torch.Tensor"),
+        ((q, k, v.to_sparse()), {}, "v must be a torch.Tensor"),
+        ((q.to("meta"), k.to("meta"), v.to("meta")), {}, "meta"),
     ):
         answer = flash_qla.supports(*arguments, **options)
         assert isinstance(answer, tuple) and answer[0] is False

@@ -19,7 +19,6 @@ from flash_qla.testing.workloads import Workload, make_inputs
 
 C = 64
 GRADIENTS = ("q", "k", "v", "g", "beta", "initial_state")
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ under `python -O`.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
@@ -19,6 +20,7 @@ from flash_qla.ops.gated_delta_rule.chunk.cp import build_cp_context
 from flash_qla.ops.gated_delta_rule.chunk.problem import Problem
 from flash_qla.ops.utils import chunk_local_cumsum
 from flash_qla.testing.workloads import make_inputs
+from flash_qla.utils import l2norm
 from tests.case_inputs import run_python
 
 T, HQ, HV, K, V = 70, 2, 4, 8, 6
@@ -55,6 +57,13 @@ def zeros(*shape, dtype=torch.bfloat16, device="cpu"):
 def to(name, *args, **kwargs):
     """A change: the argument `name` converted by `Tensor.to`."""
     return lambda a: {name: a[name].to(*args, **kwargs)}
+
+
+def nested(x):
+    """The older kind of nested tensor, whose layout is torch.strided."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch advises the other kind
+        return torch.nested.nested_tensor(list(x))
 
 
 def sized(head_dim_k, head_dim_v):
@@ -111,6 +120,7 @@ FUNCTIONS = {
         },
     ),
     "context": (build_cp_context, lambda: {"cu_seqlens": torch.tensor([0, 5])}),
+    "l2norm": (l2norm, lambda: {"x": zeros(3, 4)}),
     "cumsum": (chunk_local_cumsum, lambda: {"g": zeros(1, T, HV)}),
     "warmup": (flash_qla.warmup, lambda: {"num_k_heads": 2, "num_v_heads": 4, "device": "cpu"}),
 }
@@ -258,6 +268,8 @@ OPTIONS = [
     Case("scale_text", {"scale": "0.1"}, VALUE, ("scale", "'0.1'", "number")),
     Case("scale_tensor", {"scale": torch.tensor(0.1)}, VALUE, ("scale", "tensor", "number")),
     Case("scale_bool", {"scale": True}, VALUE, ("scale", "True", "number")),
+    Case("scale_beyond_floats", {"scale": 10**400}, VALUE, ("scale", "float64")),
+    Case("chunk_size_tensor", {"chunk_size": torch.tensor([64, 64])}, VALUE, ("chunk_size", "64")),
     Case("gate_without_A_log", {"use_gate_in_kernel": True}, VALUE, ("A_log", "use_gate_in_kernel", "None")),
     Case("A_log_without_gate", {"A_log": torch.zeros(HV)}, VALUE, ("A_log", "use_gate_in_kernel")),
     Case("dt_bias_without_gate", {"dt_bias": torch.zeros(HV)}, VALUE, ("dt_bias", "use_gate_in_kernel")),
@@ -291,6 +303,8 @@ OPTIONS = [
         VALUE,
         ("out", "gradients", "no_grad"),
     ),
+    Case("out_that_requires_gradients", {"out": zeros(1, T, HV, V).requires_grad_()}, VALUE, ("out", "detach")),
+    Case("out_of_a_graph", {"out": zeros(1, T, HV, V).requires_grad_() * 1}, VALUE, ("out", "detach")),
     Case(
         "out_with_gate_gradients",
         {
@@ -304,6 +318,24 @@ OPTIONS = [
     Case("unknown_keyword", {"use_beta_in_kernel": True}, TypeError, ("use_beta_in_kernel", "chunk_gated_delta_rule")),
     Case("misspelt_keyword", {"cu_seqlen": None}, TypeError, ("cu_seqlen",)),
     Case("cp_group", {"cp_context": SimpleNamespace(group=SEVERAL_CARDS)}, UNBUILT, ("cp_context", "2 ranks")),
+    *(
+        Case(
+            f"cp_segments_{length!r}",
+            {"cp_context": SimpleNamespace(group=None, segment_chunks=length)},
+            VALUE,
+            ("segment_chunks", repr(length), "integer >= 1"),
+        )
+        for length in (0, -3, 1.5, "4", True)
+    ),
+    Case("cp_decays", {"cp_context": SimpleNamespace(group=None, decays=3.2)}, VALUE, ("cp_context.decays", "3.2")),
+    Case(
+        "all_on_meta",
+        lambda a: {n: x.to("meta") for n, x in a.items() if isinstance(x, torch.Tensor)},
+        VALUE,
+        ("q is on meta", "CPU", "GPU"),
+    ),
+    Case("nested", lambda a: {"q": nested(a["q"])}, VALUE, ("q must", "nested")),
+    Case("negated", lambda a: {"g": torch._neg_view(a["g"])}, VALUE, ("g must", "negated", "resolve_neg")),
 ]
 
 LOW_LEVEL = [
@@ -318,6 +350,13 @@ LOW_LEVEL = [
     Case("bwd_A_chunk", {"A": zeros(1, T, HV, 32)}, VALUE, ("A", "C = 32", "64"), "bwd"),
     Case("bwd_A_shape", {"A": zeros(1, T, HQ, 64)}, VALUE, ("A", f"(1, {T}, {HV}, 64)"), "bwd"),
     Case("bwd_A_dtype", {"A": zeros(1, T, HV, 64, dtype=torch.float32)}, VALUE, ("A", "float32", "bfloat16"), "bwd"),
+    Case(
+        "bwd_on_meta",
+        lambda a: {n: x.to("meta") for n, x in a.items() if isinstance(x, torch.Tensor)},
+        VALUE,
+        ("q is on meta",),
+        "bwd",
+    ),
     Case("bwd_A_device", to("A", **META), VALUE, ("A", "meta"), "bwd"),
     Case("bwd_g_dtype", {"g": zeros(1, T, HV)}, VALUE, ("g", "g_cumsum", "bfloat16", "float32"), "bwd"),
     Case("bwd_do_none", {"do": None}, VALUE, ("do", "None"), "bwd"),
@@ -329,17 +368,39 @@ LOW_LEVEL = [
     Case("kkt_beta", {"b": zeros(1, T, 3)}, VALUE, ("3 heads", "multiple"), "kkt"),
     Case("kkt_chunk", {"chunk_size": 128}, VALUE, ("chunk_size", "128", "64"), "kkt"),
     Case("kkt_gate", {"g": torch.zeros(1, T, HQ)}, VALUE, ("g", f"(1, {T}, {HV})"), "kkt"),
-    Case("kkt_k", lambda a: {"k": a["k"].int()}, VALUE, ("int32", "bfloat16"), "kkt"),
-    Case("fused_a", {"a": zeros(1, T, HV, 32)}, VALUE, ("A", "C = 32", "64"), "fused"),
+    Case("kkt_k", lambda a: {"k": a["k"].int()}, VALUE, ("k has dtype int32", "bfloat16"), "kkt"),
+    Case("kkt_k_none", {"k": None}, VALUE, ("k must", "None"), "kkt"),
+    Case("kkt_k_sparse", lambda a: {"k": a["k"].to_sparse()}, VALUE, ("k must", "sparse_coo"), "kkt"),
+    Case("kkt_b_tokens", lambda a: {"b": a["b"][:, 1:]}, VALUE, ("b must", f"(1, {T - 1}, {HV})"), "kkt"),
+    Case("kkt_b_device", to("b", **META), VALUE, ("b is on meta", "k is on cpu"), "kkt"),
+    Case("kkt_b_dtype", to("b", torch.int64), VALUE, ("b has dtype int64", "float32"), "kkt"),
+    Case("kkt_chunk_tensor", {"chunk_size": torch.tensor([64, 64])}, VALUE, ("chunk_size", "64"), "kkt"),
+    Case("fused_a", {"a": zeros(1, T, HV, 32)}, VALUE, ("a has", "C = 32", "64"), "fused"),
     Case("fused_gate", {"g": zeros(1, T, HV)}, VALUE, ("g", "bfloat16", "float32"), "fused"),
     Case("fused_state", {"initial_state": torch.zeros(1, HV, K, V)}, VALUE, ("initial_state", "N = 2"), "fused"),
+    Case("fused_q_none", {"q": None, "output_o": False}, VALUE, ("q must", "None", "[B, T, Hq, K]"), "fused"),
+    Case("fused_b", {"b": zeros(1, T, HQ)}, VALUE, ("b must", f"(1, {T}, {HV})"), "fused"),
+    Case("walk_k_sparse", lambda a: {"k": a["k"].to_sparse()}, VALUE, ("k must", "sparse_coo"), "walk"),
+    Case("walk_v_dtype", to("v", torch.float16), VALUE, ("v has dtype float16 but k has bfloat16", "k and v"), "walk"),
     Case("walk_warmup", {"num_warmup_chunks": 2}, UNBUILT, ("num_warmup_chunks", "2"), "walk"),
-    Case("walk_a", {"a": zeros(1, T, HQ, 64)}, VALUE, ("A", f"(1, {T}, {HV}, 64)"), "walk"),
+    Case("walk_a", {"a": zeros(1, T, HQ, 64)}, VALUE, ("a must", f"(1, {T}, {HV}, 64)"), "walk"),
     Case("context_inter", {"enable_inter": True}, UNBUILT, ("enable_inter", "cards"), "context"),
     Case("context_group", {"group": SEVERAL_CARDS}, UNBUILT, ("group", "2 ranks"), "context"),
+    Case("context_chunk_tensor", {"chunk_size": torch.tensor([64, 64])}, VALUE, ("chunk_size", "64"), "context"),
+    Case("context_g_int", {"g": torch.ones(1, 5, 2, dtype=torch.int32)}, VALUE, ("g must", "int32"), "context"),
+    Case("context_g_nan", {"g": torch.full((1, 5, 2), torch.nan)}, VALUE, ("g holds NaN",), "context"),
+    Case("context_g_batch", {"g": zeros(2, 5, 2)}, VALUE, ("cu_seqlens", "B = 1", "B = 2"), "context"),
     Case("context_chunk", {"chunk_size": 16}, VALUE, ("chunk_size", "16", "64"), "context"),
     Case("cumsum_shape", {"g": zeros(T, HV)}, VALUE, ("g", "[B, T, H]", f"({T}, {HV})"), "cumsum"),
     Case("cumsum_chunk", {"chunk_size": 0}, VALUE, ("chunk_size", "0"), "cumsum"),
+    Case("cumsum_chunk_bool", {"chunk_size": True}, VALUE, ("chunk_size", "True"), "cumsum"),
+    Case("cumsum_int", to("g", torch.int32), VALUE, ("g must", "floating-point", "int32"), "cumsum"),
+    Case("cumsum_complex", to("g", torch.complex64), VALUE, ("g must", "floating-point", "complex64"), "cumsum"),
+    Case("cumsum_sparse", lambda a: {"g": a["g"].to_sparse()}, VALUE, ("g must", "sparse_coo"), "cumsum"),
+    Case("cumsum_meta", to("g", **META), VALUE, ("g must", "meta", "CPU"), "cumsum"),
+    Case("l2norm_int", to("x", torch.int32), VALUE, ("x must", "floating-point", "int32"), "l2norm"),
+    Case("l2norm_complex", to("x", torch.complex64), VALUE, ("x must", "floating-point", "complex64"), "l2norm"),
+    Case("l2norm_list", {"x": [1.0]}, VALUE, ("x must", "torch.Tensor", "list"), "l2norm"),
     Case(
         "cumsum_batch",
         {"g": zeros(2, T, HV), "cu_seqlens": torch.tensor([0, 5])},

@@ -1,7 +1,7 @@
 """The planner: its cost model is the one it documents, and a plan is a function of plain values, quickly found."""
 
 import itertools
-import time
+import sys
 import warnings
 from heapq import heapreplace
 
@@ -66,24 +66,42 @@ heads = st.sampled_from([1, 2, 4, 6, 8, 12, 16, 32, 48, 64])
 passes = st.sampled_from(["fwd", "bwd"])
 
 
+def assert_cheapest(passes, lengths, heads, decays=None, **options):
+    """The plan is the cheapest of all that are priced; no split wins where a split promises little."""
+    automatic = planner.Request(True, decays=decays)
+    chosen = plan(passes, lengths, heads, request=automatic, **options)
+    totals = {}
+    for segment_chunks in planner.candidates(shape_of(lengths, heads, decays)):
+        request = automatic._replace(segment_chunks=segment_chunks)
+        totals[segment_chunks] = plan(passes, lengths, heads, request=request, **options).total_ms
+    whole = plan(passes, lengths, heads, request=planner.NO_SPLIT._replace(decays=decays), **options)
+    assert whole.segment_chunks is None
+    least_gain = (1 - planner.MIN_GAIN) * whole.total_ms
+    if chosen.segment_chunks is None:
+        assert chosen.total_ms == whole.total_ms
+        assert min(totals.values(), default=1e9) >= least_gain
+    else:
+        assert chosen.total_ms == min(totals.values()) == totals[chosen.segment_chunks] < least_gain
+    assert chosen.reason and "\n" not in str(chosen)
+    return chosen
+
+
 @settings(max_examples=60)
 @given(passes=passes, lengths=lengths, heads=heads, tolerance=st.sampled_from([-4.0, -12.0, -40.0]))
 def test_plan_is_the_cheapest_candidate(passes, lengths, heads, tolerance):
-    chosen = plan(passes, lengths, heads, tolerance=tolerance)
+    chosen = assert_cheapest(passes, lengths, heads, tolerance=tolerance)
     assert chosen == plan(passes, lengths, heads, tolerance=tolerance)
-    totals = {}
-    for segment_chunks in planner.candidates(shape_of(lengths, heads)):
-        request = planner.Request(True, segment_chunks=segment_chunks)
-        totals[segment_chunks] = plan(passes, lengths, heads, tolerance=tolerance, request=request).total_ms
-    whole = plan(passes, lengths, heads, tolerance=tolerance, request=planner.NO_SPLIT)
-    assert whole.segment_chunks is None
-    if chosen.segment_chunks is None:
-        fills_the_card = "fill" in chosen.reason
-        assert fills_the_card or min(totals.values(), default=1e9) >= (1 - planner.MIN_GAIN) * whole.total_ms
-    else:
-        assert chosen.total_ms == min(totals.values()) == totals[chosen.segment_chunks]
-        assert chosen.total_ms < (1 - planner.MIN_GAIN) * whole.total_ms
-    assert chosen.reason and "\n" not in str(chosen)
+
+
+@pytest.mark.parametrize("decays", [None, 0.0, 52.0], ids=["assumed", "never", "fast"])
+def test_a_card_that_is_said_to_be_full_is_full(decays):
+    """Guards the short cut: candidates that are not priced would not have won."""
+    full = 0
+    for count, longest, heads in itertools.product((3, 8, 17, 40), (200, 3000, 20000), (16, 48, 64)):
+        for lengths in ([longest] * count, [longest] * (count // 2) + [longest // 3] * (count // 2)):
+            told = None if decays is None else (decays,) * heads
+            full += "fill" in assert_cheapest("fwd", lengths, heads, told).reason
+    assert full >= 10
 
 
 @settings(max_examples=40)
@@ -112,6 +130,20 @@ def test_balanced_segments_are_the_shortest_that_fit(lengths, wanted):
         found = planner.shortest_for(shape, wanted)
         assert count(found) <= wanted
         assert found == 1 or count(found - 1) > wanted
+
+
+def test_many_lengths_are_grouped():
+    """By size, so that the longest stay long; sequences and chunks are kept, the chunks up to rounding."""
+    chunks = [each % 97 * (each % 7 > 0) for each in range(1, 60)]
+    runs = planner.length_runs(chunks)
+    assert len(runs) <= planner.MAX_RUNS
+    kept = sorted((each for each in chunks if each), reverse=True)
+    assert sum(count for _, count in runs) == len(kept)
+    assert 0 <= sum(each * count for each, count in runs) - sum(kept) < len(kept)
+    start = 0
+    for each, count in runs:
+        assert kept[start] >= each >= kept[start + count - 1]
+        start += count
 
 
 def test_every_kernel_that_is_priced_has_coefficients():
@@ -143,6 +175,15 @@ def test_passes_are_priced_by_their_own_kernels():
     }
 
 
+def test_width_of_the_ends_depends_on_the_direction():
+    """128 pairs in segments of 32 chunks: the forward walk has transitions, so its narrow CTAs would not all fit."""
+    for segment_chunks, widths in ((32, (2, 1)), (256, (1, 1)), (8, (2, 2))):
+        shape = shape_of([32768], 8)
+        forward = list(planner.forward_launches(shape, segment_chunks))[1].kernel
+        reverse = list(planner.backward_launches(shape, segment_chunks, segment_chunks))[1].kernel
+        assert (forward, reverse) == (f"segment_ends_w{widths[0]}", f"segment_ends_reverse_w{widths[1]}")
+
+
 def test_forward_results_at_hand_make_the_backward_cheaper():
     alone = plan("bwd", [32768], 8)
     cached = plan("bwd", [32768], 8, cached=alone.segment_chunks)
@@ -159,8 +200,22 @@ def test_heads_that_decay_cost_less():
     fast, slow = (100.0,) * 8, (0.0,) * 8
     prices = [plan("fwd", [32768], 8, request=request._replace(decays=d)).total_ms for d in (fast, None, slow)]
     assert prices[0] < prices[1] < prices[2]
-    quarter = (0.0, 0.0, *(planner.ASSUMED_DECAY_PER_CHUNK,) * 6)
-    assert plan("fwd", [32768], 8, request=request._replace(decays=quarter)).total_ms == prices[1]
+    for heads in (8, 6):  # as the published comparison's gates: rounded down
+        quarter = (0.0,) * (heads // 4) + (planner.ASSUMED_DECAY_PER_CHUNK,) * (heads - heads // 4)
+        told, untold = (plan("fwd", [32768], heads, request=request._replace(decays=d)) for d in (quarter, None))
+        assert told.total_ms == untold.total_ms
+
+
+def test_long_walks_of_the_ends_start_first():
+    """In the order of the launch: those that carry, then the longest warm-ups."""
+    shape = shape_of([32768], 8, (1.0, 100.0, 0.0, 3.2, 1.0, 0.2, 0.0, 6.0))
+    forward, reverse = list(planner.forward_launches(shape, 32))[1], list(planner.backward_launches(shape, 32, None))[1]
+    assert (forward.kernel, reverse.kernel) == ("segment_ends_w2", "segment_ends_reverse_w1")
+    for ends, carrying, short in ((forward, 2, 1), (reverse, 2, 2)):  # tiles: V and K, V; of half the width V, V
+        # 15 segments hand something on. Three heads carry (a warm-up of 60 chunks is longer than the segment), one
+        # of each other decay, but two of the second.
+        expected = ((32, 3 * carrying), (12, 2 * short), (4, short), (2, short), (1, short))
+        assert ends.runs == tuple((planner.ENDS_START_CHUNKS + chunks, 15 * n) for chunks, n in expected)
 
 
 @pytest.mark.parametrize(
@@ -295,37 +350,43 @@ def test_new_plans_are_printed_once(on_h200, monkeypatch, capsys):
         assert all(word in line for word in (*words, "1 x 32768 tokens", "8 value heads", "sm90", "132", "predicted"))
 
 
-@pytest.mark.parametrize("on_host", [True, False], ids=["exact", "unknown"])
-def test_host_time(on_h200, on_host):
-    """Under 20 us for a plan made before, under 300 us for a new one, on a core of the usual speed that is ours."""
-    seqs = packed([32768, 8192, 100], on_host=on_host)
-    problem = problem_of(seqs, 8, "cuda:0")
+@pytest.fixture
+def plans(on_h200):
+    """Functions that plan one call."""
 
-    def best(run, count):
-        times = []
-        for _ in range(count):
-            started = time.perf_counter()
-            run()
-            times.append(time.perf_counter() - started)
-        return 1e6 * min(times)
+    def make(passes="fwd", on_host=True, new=True):
+        seqs = packed([32768, 8192, 100], on_host=on_host)
+        problem = problem_of(seqs, 8, "cuda:0")
 
-    def repeated():
-        return planner.split_of_call("fwd", problem, seqs, planner.AUTO, on_kernels=True)
+        def plan_it():
+            if new:
+                planner._split_on_device.cache_clear()
+                planner.plan_lengths.cache_clear()
+            return planner.split_of_call(passes, problem, seqs, planner.AUTO, on_kernels=True)
 
-    def new():
-        planner._split_on_device.cache_clear()
-        planner.plan_lengths.cache_clear()
-        return repeated()
+        assert plan_it() is not None
+        return plan_it
 
-    def loop():
-        total = 0
-        for n in range(10_000):
-            total += n * n
+    return make
 
-    # A core of 3 GHz runs the loop in 500 us. This machine's cores may be slow, or shared.
-    slowness = max(1.0, best(loop, 40) / 500)
-    assert best(new, 40) < 300 * slowness
-    assert best(repeated, 200) < 20 * slowness
+
+@pytest.mark.parametrize(
+    ("options", "most"),
+    [({}, 600), ({"on_host": False}, 500), ({"passes": "bwd"}, 800), ({"new": False}, 20)],
+    ids=["new", "lengths unknown", "new backward", "repeated"],
+)
+def test_work_of_a_plan(plans, options, most):
+    """The work that keeps a plan's time under 300 us, 20 us repeated: calls, of functions in Python and in C.
+
+    Twice the launches priced fail. On a core at 3 GHz the limits are 170, 140, 230 and 6 us.
+    """
+    plan_it, calls, before = plans(**options), [], sys.getprofile()
+    sys.setprofile(lambda frame, event, _: calls.append(event) if event in ("call", "c_call") else None)
+    try:
+        plan_it()
+    finally:
+        sys.setprofile(before)
+    assert most / 2 < len(calls) < most, "so few calls that twice as many would not fail: lower the limit"
 
 
 # --- files of coefficients
@@ -383,6 +444,8 @@ def test_predicted_ms(monkeypatch):
     monkeypatch.setattr(arch, "num_sms", lambda device: 132)
     times = {each: planner.predicted_ms(each, [32768], 8, torch.device("cuda")) for each in ("fwd", "bwd", "fwdbwd")}
     assert times["fwd"] == plan("fwd", [32768], 8).total_ms
+    cached = plan("fwd", [32768], 8).segment_chunks
+    assert times["bwd"] == plan("bwd", [32768], 8, cached=cached).total_ms < plan("bwd", [32768], 8).total_ms
     assert times["fwdbwd"] == times["fwd"] + times["bwd"]
     assert planner.predicted_ms("fwd", (1, 32768), 8, "cuda") == times["fwd"]
     monkeypatch.setattr(arch, "of_device", lambda device: arch.ARCHS[8, 9])

@@ -1,14 +1,12 @@
 """The README does what it says: its examples run as printed, its table is env.py's, its paths exist."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from flash_qla import env
+from tests.case_inputs import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -18,13 +16,9 @@ EXAMPLES = re.findall(r"^```python\n(.*?)^```", README, re.M | re.S)
 
 @pytest.mark.parametrize("number", range(len(EXAMPLES)), ids=["first_screen", *map(str, range(1, len(EXAMPLES)))])
 def test_example_runs_as_printed(number):
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run(
-        [sys.executable, "-c", EXAMPLES[number]], env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
+    output = run_python(EXAMPLES[number])
     if number == 0:
-        assert "torch.Size([1, 1000, 4, 128]) torch.Size([1, 4, 128, 128])" in done.stdout
+        assert "torch.Size([1, 1000, 4, 128]) torch.Size([1, 4, 128, 128])" in output
 
 
 def test_first_screen():

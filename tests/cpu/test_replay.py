@@ -4,13 +4,14 @@ On the CPU, with stand-ins for the kernels; tests/gpu/test_replay_gpu.py compare
 """
 
 import contextlib
+from dataclasses import replace
 
 import pytest
 import torch
 
 import flash_qla
 from flash_qla import arch
-from flash_qla.ops.gated_delta_rule.chunk import backend, replay
+from flash_qla.ops.gated_delta_rule.chunk import backend, problem, replay
 from flash_qla.ops.gated_delta_rule.chunk.kernels import build, stages
 from flash_qla.testing.workloads import make_inputs
 
@@ -31,7 +32,7 @@ class Stub:
 def launched(monkeypatch):
     """The kernels' calls, on a machine that takes its CPU for an H200."""
     log = []
-    monkeypatch.setattr(backend, "why_no_kernels", lambda problem: None)
+    monkeypatch.setattr(backend, "why_no_kernels", lambda _: None)
     monkeypatch.setattr(arch, "of_device", lambda device: arch.SM90)
     monkeypatch.setattr(arch, "num_sms", lambda device: 132)
     monkeypatch.setattr(stages, "on_device", lambda device: contextlib.nullcontext())
@@ -39,6 +40,8 @@ def launched(monkeypatch):
     monkeypatch.setattr(build, "compile_now", lambda make, spec, *rest: Stub(f"{make.__module__} {spec}", log))
     monkeypatch.setattr(replay, "_is_current", lambda device: True)
     monkeypatch.setattr(replay, "_known", {})
+    # Validated problems remember their stages: those with stand-ins must not meet later tests.
+    monkeypatch.setattr(problem, "_known", {})
     return log
 
 
@@ -65,8 +68,6 @@ def forms(log, inputs):
 
 def packed(inputs):
     """q, k and v as views of one buffer, as a split projection gives them."""
-    from dataclasses import replace
-
     parts = [x.flatten(2) for x in (inputs.q, inputs.k, inputs.v)]
     views = torch.cat(parts, -1).split([x.shape[-1] for x in parts], -1)
     q, k, v = (view.unflatten(-1, x.shape[2:]) for view, x in zip(views, (inputs.q, inputs.k, inputs.v)))
@@ -113,8 +114,6 @@ def test_replay_launches_what_an_ordinary_call_does(case, launched, monkeypatch)
 
 
 def _without_state(inputs):
-    from dataclasses import replace
-
     return replace(inputs, initial_state=None)
 
 
@@ -173,6 +172,16 @@ def test_replay_with_gradients_launches_what_an_ordinary_call_does(case, launche
     assert run(second) == ordinary and ordinary[0]
 
 
+def test_kernels_see_no_lazily_negated_gradient(launched):
+    """Guards the backward's own inputs, which nobody checks: the memory of such a view holds the negative values."""
+    inputs = CASES["varlen"][0](0)
+    negated = replace(inputs, do=torch._neg_view(inputs.do), dht=torch._neg_view(inputs.dht))
+    for _ in range(3):
+        differentiate(negated, ["q"], True)
+    tensors = [x for _, arguments in launched for x in arguments if isinstance(x, torch.Tensor)]
+    assert tensors and not any(x.is_neg() for x in tensors)
+
+
 def test_gradients_or_none_are_two_calls(launched):
     """Guards saved tensors: a call recorded without gradients keeps nothing for a backward."""
     inputs = CASES["varlen"][0](0)
@@ -199,8 +208,6 @@ REFUSED = {
 
 
 def _odd_strides(inputs):
-    from dataclasses import replace
-
     wide = torch.zeros(*inputs.v.shape[:3], 131, dtype=inputs.v.dtype)
     wide[..., :128] = inputs.v
     return replace(inputs, v=wide[..., :128])
@@ -212,6 +219,15 @@ def test_calls_that_copy_are_not_replayed(case, launched):
     for _ in range(3):
         call(make(), **options)
     assert replay._known and [x for x in replay._known.values() if isinstance(x, replay.Replay)] == []
+
+
+def test_kernels_that_write_into_out_count_as_a_change(launched):
+    """Guards whoever saved `out` for a backward: autograd sees no write of a kernel's."""
+    inputs = make_inputs([70, 3], 2, 4)
+    out = torch.empty_like(inputs.v)
+    before = out._version
+    call(inputs, out=out)
+    assert launched and out._version > before
 
 
 def test_what_is_not_recorded(launched, monkeypatch):
@@ -233,6 +249,28 @@ def test_what_is_not_recorded(launched, monkeypatch):
     with torch.no_grad():
         flash_qla.chunk_gated_delta_rule(inputs.q, inputs.q, inputs.v, inputs.g, inputs.beta)
     assert len(replay._known) == 0
+
+
+def test_what_only_looks_alike_is_not_replayed(launched):
+    """Guards tensors whose metadata is that of a recorded call and whose memory is not their values."""
+    inputs = make_inputs([70, 3], 2, 4)
+    kwargs = _gpu_like(inputs)
+    for _ in range(3):
+        call(inputs)
+    assert [type(x) for x in replay._known.values()] == [replay.Replay]
+    launched.clear()
+    with torch.no_grad():
+        with pytest.raises(ValueError, match="g must .*negated"):
+            flash_qla.chunk_gated_delta_rule(**{**kwargs, "g": torch._neg_view(inputs.g)}, output_final_state=True)
+        with torch.autograd.forward_ad.dual_level():
+            g = torch.autograd.forward_ad.make_dual(inputs.g, inputs.g)
+            with pytest.raises(NotImplementedError, match="forward-mode"):
+                flash_qla.chunk_gated_delta_rule(**{**kwargs, "g": g}, output_final_state=True)
+        with pytest.raises(NotImplementedError, match="torch.func"):
+            torch.func.vmap(lambda v: flash_qla.chunk_gated_delta_rule(**{**kwargs, "v": v}, output_final_state=True))(
+                inputs.v[None]
+            )
+    assert launched == []
 
 
 def test_other_metadata_is_another_call(launched, monkeypatch):

@@ -16,7 +16,6 @@ from flash_qla.testing.compare import block_errors, chunked_reference
 from flash_qla.testing.workloads import GATE_PROFILES, make_inputs
 
 C = 64
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def run_split(inputs, segment_chunks, tolerance=-math.inf, reuse=True):

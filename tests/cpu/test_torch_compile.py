@@ -1,9 +1,12 @@
 """torch.compile leaves the operator alone: one clean break between the caller's graphs, nothing of ours in either."""
 
+import inspect
+
 import torch
 
 import flash_qla
 from flash_qla.testing.workloads import make_inputs
+from flash_qla.utils import outside_graphs
 from tests.case_inputs import run_python
 
 
@@ -32,6 +35,17 @@ def test_the_operator_is_called_between_graphs():
             assert torch.equal(actual, expected_grad)
     assert len(graphs) in (2, 4)  # the second length may compile both again, for any length
     assert all(len(graph) == 1 for graph in graphs), graphs
+
+
+def test_every_argument_reaches_the_call_between_graphs(monkeypatch):
+    """Guards the list of arguments that is written down a second time there: a new one could be forgotten."""
+    signature = inspect.signature(flash_qla.chunk_gated_delta_rule)
+    values = {name: object() for name in signature.parameters if name != "kwargs"}
+    monkeypatch.setattr(torch.compiler, "is_dynamo_compiling", lambda: True)
+    monkeypatch.setattr(outside_graphs, "call", lambda function, *args, **kwargs: (function, args, kwargs))
+    function, args, kwargs = flash_qla.chunk_gated_delta_rule(**values, chunk_offsets=1)
+    assert function is flash_qla.chunk_gated_delta_rule
+    assert signature.bind(*args, **kwargs).arguments == {**values, "kwargs": {"chunk_offsets": 1}}
 
 
 def test_the_compiler_is_not_loaded_without_need():

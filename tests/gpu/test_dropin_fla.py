@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import flash_qla
-from flash_qla.testing.compare import assert_close_per_head, ground_truth
+from flash_qla.testing.compare import assert_close_per_head, compare_all, ground_truth
 from flash_qla.testing.workloads import make_inputs
+from tests import kernel_roundings
 
 DEVICE = "cuda"
 # ‖ours - FLA's‖ / ‖FLA's‖, as FLA's own tests of this operator compare; both round to bf16.
@@ -114,8 +115,13 @@ def test_forward_only(case, fla_function, our_calls, monkeypatch):
 
 
 def test_strong_gates_are_right_through_fla(fla_function, our_calls):
-    """Against float64 alone: FLA's own dg is not right there."""
+    """Against float64 alone: FLA's own dg is not right there. Where a sum all but cancels, roundings are the bound."""
     inputs = make_inputs([130, 70], 2, 4, gate_profile="strong", device=DEVICE)
     results = _run(fla_function, inputs, {})
     assert len(our_calls) == 1
-    assert_close_per_head(results, ground_truth(inputs), torch.bfloat16, label="strong gates through FLA")
+    expected = ground_truth(inputs)
+    rounded = kernel_roundings.bounds(["dg"], inputs, expected)["dg"]
+    for result in compare_all(results, expected, torch.bfloat16):
+        limits = result.limits.maximum(rounded) if result.name == "dg" else result.limits
+        limits = torch.where(result.near_zero, result.limits, limits)
+        assert (result.errors <= limits).all(), f"strong gates through FLA: {result}, with roundings {limits.tolist()}"

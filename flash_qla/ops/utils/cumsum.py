@@ -5,7 +5,7 @@ from numbers import Integral
 import torch
 
 from flash_qla.ops.gated_delta_rule.chunk import reference
-from flash_qla.ops.gated_delta_rule.chunk.problem import Problem
+from flash_qla.ops.gated_delta_rule.chunk.problem import Problem, require_tensor
 from flash_qla.ops.gated_delta_rule.chunk.sequences import Sequences
 
 
@@ -26,10 +26,10 @@ def chunk_local_cumsum(
     Raises:
         ValueError: an argument that is not as above.
     """
-    if not isinstance(g, torch.Tensor) or g.dim() != 3:
-        got = f"shape {tuple(g.shape)}" if isinstance(g, torch.Tensor) else type(g).__name__
-        raise ValueError(f"g must be [B, T, H], got {got}")
-    if not isinstance(chunk_size, Integral) or chunk_size < 1:
+    require_tensor("g", g, 3, "[B, T, H]")
+    if not g.is_floating_point() or g.device.type == "meta":
+        raise ValueError(f"g must be of a floating-point dtype, on a CPU or a GPU, got {g.dtype} on {g.device}")
+    if isinstance(chunk_size, bool) or not isinstance(chunk_size, Integral) or chunk_size < 1:
         raise ValueError(f"chunk_size must be an integer, at least 1, got {chunk_size!r}")
     Problem.check_cu_seqlens(g.shape[0], g.device, cu_seqlens)
     seqs = Sequences.build(g.shape[0], g.shape[1], chunk_size, cu_seqlens)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flash_qla.utils.guards import first_order_only, no_autocast
+from flash_qla.utils.guards import first_order_only, no_autocast, reject_transforms
 
 from . import cp, replay
 from .backward import backward
@@ -83,6 +83,7 @@ class ChunkGatedDeltaRule(torch.autograd.Function):
         if do is None and dht is None:
             return (None,) * len(ctx.needs_input_grad)
         inputs = ctx.saved_tensors
+        reject_transforms("chunk_gated_delta_rule", do, dht)
         with torch.no_grad(), no_autocast(inputs[0].device.type):
             grads = _gradients(ctx, inputs, do, dht)
         cotangents = [x for x in (do, dht) if x is not None]
@@ -113,7 +114,9 @@ class NormalizeQK(torch.autograd.Function):
 def _gradients(ctx, saved, do, dht):
     """Gradients of q, k, v, g, beta, initial_state in their dtypes; None for those that nobody needs."""
     needs = ctx.needs_input_grad
-    do = torch.zeros_like(saved[2]) if do is None else do.to(saved[2].dtype)
+    # A gradient may be a lazily negated view, and kernels read memory.
+    do = torch.zeros_like(saved[2]) if do is None else do.to(saved[2].dtype).resolve_neg()
+    dht = None if dht is None else dht.resolve_neg()
     dq, dk, dv, dbeta, dg, dh0 = _backward(ctx.call, ctx.seqs, (*saved, do, dht), any(needs[:5]))
     if needs[3]:
         g = saved[3]

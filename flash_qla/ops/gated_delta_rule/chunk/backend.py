@@ -43,6 +43,7 @@ def stages_for(problem: Problem):
 
     Raises:
         NotImplementedError: FLASH_QLA_BACKEND=kernels and the kernels do not cover the problem.
+        ValueError: the tensors are on meta.
     """
     choice = env.backend()
     stages = problem.derived.get(choice)
@@ -52,6 +53,8 @@ def stages_for(problem: Problem):
 
 
 def _choose(problem: Problem, choice: str):
+    if problem.device.type == "meta":
+        raise ValueError("q is on meta, which holds no values; supported: tensors on a CPU or a GPU")
     if choice == "reference":
         return reference
     reason = why_no_kernels(problem)

@@ -1,5 +1,7 @@
 """The forward, stage by stage (design and equations: the op's README)."""
 
+from dataclasses import replace
+
 import torch
 
 from . import cp
@@ -41,4 +43,6 @@ def forward(
         stages.fused_forward(*targets, q, k, v, T_inv, g_cumsum, beta, problem.scale, h0, seqs, entering)
     if h is not None:
         h = h.view(problem.batch, h.shape[0] // max(problem.batch, 1), *h.shape[1:])
-    return g_cumsum, T_inv, o, h, final_state, entering if keep else None
+    if entering is not None:
+        entering = replace(entering, origin=(stages.__name__, *problem.sizes)) if keep else None
+    return g_cumsum, T_inv, o, h, final_state, entering

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from numbers import Integral
+
 import torch
 import torch.nn.functional as F
 
 from flash_qla import env
-from flash_qla.utils.guards import no_autocast
+from flash_qla.utils.guards import no_autocast, reject_transforms
 
 from . import backend, cp, replay
 from .autograd import Call, ChunkGatedDeltaRule, NormalizeQK, replayed
 from .backward import backward
+from .constants import L2NORM_EPS
 from .forward import forward
 from .problem import SMALL_DTYPES, Problem, check_values
 from .split import SegmentStates
@@ -138,10 +141,12 @@ def chunk_gated_delta_rule(
 
     Raises:
         ValueError: an argument's shape, dtype, device or value is not supported; the message names it.
-        NotImplementedError: the kernels were demanded and do not cover the call, or a mode is not built yet.
+        NotImplementedError: the kernels were demanded and do not cover the call, or a mode is not built yet
+            (forward-mode derivatives, torch.func transforms, sequences shared among cards).
         TypeError: an unknown keyword.
+        RuntimeError: a gradient of it is differentiated again.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():  # is_compiling() is true of torch.export too, where nothing is traced out
         from flash_qla.utils import outside_graphs
 
         return outside_graphs.call(
@@ -180,6 +185,7 @@ def chunk_gated_delta_rule(
     )  # fmt: skip
     _check_activations(g, A_log, dt_bias, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     inputs = (q, k, v, g, beta, initial_state, A_log, dt_bias)
+    reject_transforms("chunk_gated_delta_rule", *inputs)
     wants_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     if out is not None:
         names = ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias")
@@ -194,8 +200,10 @@ def chunk_gated_delta_rule(
     compute = torch.float64 if problem.dtype == torch.float64 else torch.float32
     with replay.recording(None if wants_grad else key, tensors) as results:
         with no_autocast(q.device.type):
-            if use_qk_l2norm_in_kernel:
+            if use_qk_l2norm_in_kernel and wants_grad:
                 q, k = NormalizeQK.apply(q, k, stages)
+            elif use_qk_l2norm_in_kernel:
+                q, k = stages.normalize(q, k, L2NORM_EPS)[:2]
             if use_gate_in_kernel:
                 g = _activate_gate(seqs.zero_padding(g), A_log, dt_bias, compute)
             if use_beta_sigmoid_in_kernel:
@@ -205,6 +213,8 @@ def chunk_gated_delta_rule(
                 stages, problem, seqs, q, k, v, g, beta, initial_state, output_final_state=output_final_state, out=out,
                 request=request, keep_inverse=False,
             )  # fmt: skip
+            if out is not None and not out.is_inference():
+                torch.autograd.graph.increment_version(out)  # kernels write behind autograd's back
             results += (o, final_state)
             return o, final_state
     call = Call(
@@ -215,8 +225,13 @@ def chunk_gated_delta_rule(
 
 
 def _split_request(problem, auto_cp, force_intra_cp, cp_context) -> cp.Request:
-    """The call's request. Raises ValueError for a context whose gates are of another number of value heads."""
+    """The call's request. Raises ValueError for a context whose wishes are none, or of other value heads."""
     request = cp.split_request(auto_cp, force_intra_cp, cp_context)
+    length = request.segment_chunks
+    if length is not None and (isinstance(length, bool) or not isinstance(length, Integral) or length < 1):
+        raise ValueError(f"cp_context.segment_chunks={length!r} is not supported; supported: None or an integer >= 1")
+    if request.decays is not None and not isinstance(request.decays, tuple):
+        raise ValueError(f"cp_context.decays={request.decays!r} is not supported; supported: None or what g made it")
     if request.decays is not None and len(request.decays) != problem.num_v_heads:
         raise ValueError(
             f"cp_context was built with g of {len(request.decays)} value heads, the call has {problem.num_v_heads}; "
@@ -286,7 +301,8 @@ def chunk_gated_delta_rule_bwd(
         unless an initial state was given).
 
     Raises:
-        ValueError: as in `chunk_gated_delta_rule`; also for an A whose chunk size is not 64.
+        ValueError: as in `chunk_gated_delta_rule`; also for an A whose chunk size is not 64, and for a cp_cache of a
+            forward of other sizes (of other values nobody can tell).
     """
     cu_seqlens, cu_seqlens_cpu = cp.resolve_cu_seqlens(cp_context, cu_seqlens, cu_seqlens_cpu)
     problem, seqs = Problem.check(
@@ -299,12 +315,17 @@ def chunk_gated_delta_rule_bwd(
         problem.check_like("dht", dht, "final_state")
     if cp_cache is not None and not isinstance(cp_cache, SegmentStates):
         raise ValueError(f"cp_cache must be what chunk_gated_delta_rule_fwd returned, got {type(cp_cache).__name__}")
-    request = _split_request(problem, auto_cp, False, cp_context)
+    request, stages = _split_request(problem, auto_cp, False, cp_context), cp.stages_for(problem)
+    if cp_cache is not None and cp_cache.origin != (stages.__name__, *problem.sizes):
+        raise ValueError(
+            f"cp_cache is of another forward: {cp_cache.origin}, this call is {(stages.__name__, *problem.sizes)} "
+            "(stages, B, T, N, Hq, Hv, K, V, dtype, device); pass that forward's, or None"
+        )
     if env.debug():
         check_values(seqs, q=q, k=k, v=v, g=g, beta=beta, A=A, do=do, dht=dht, initial_state=initial_state)
     with torch.no_grad(), no_autocast(q.device.type):
         return backward(
-            cp.stages_for(problem), problem, seqs, q, k, v, A, g, beta, initial_state, do, dht,
+            stages, problem, seqs, q, k, v, A, g, beta, initial_state, do, dht,
             request=request, entering=cp_cache,
         )  # fmt: skip
 
@@ -322,7 +343,7 @@ def supports(
         (True, "…") when the kernels run it; (False, reason) when it would raise or run in PyTorch. Never raises.
     """
     try:
-        if isinstance(v, torch.Tensor) and v.dim() == 4:
+        if isinstance(v, torch.Tensor) and not v.is_nested and v.dim() == 4:
             g, beta = (
                 torch.empty(v.shape[:3], dtype=torch.float32, device=v.device) if x is None else x for x in (g, beta)
             )

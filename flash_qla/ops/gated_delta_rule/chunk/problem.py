@@ -35,9 +35,13 @@ class _Meta(NamedTuple):
     @classmethod
     def of(cls, x) -> _Meta | None:
         if isinstance(x, torch.Tensor):
-            if x.layout is torch.strided:
-                return cls(x.shape, x.dtype, x.device)
-            return cls((), None, None, f"a tensor of layout {x.layout}")
+            if x.is_nested:
+                return cls((), None, None, f"a nested tensor of layout {x.layout}")
+            if x.layout is not torch.strided:
+                return cls((), None, None, f"a tensor of layout {x.layout}")
+            if x.is_neg():  # its memory holds the negative values, and kernels read memory
+                return cls((), None, None, "a lazily negated view; call resolve_neg() on it")
+            return cls(x.shape, x.dtype, x.device)
         return x if x is None or isinstance(x, cls) else cls((), None, None, type(x).__name__)
 
 
@@ -52,6 +56,11 @@ def _require_tensor(name, x, dims, axes):
         raise ValueError(f"{name} must have {dims} dimensions {axes}, got shape {_shape(x)}")
 
 
+def require_tensor(name: str, x, dims: int, axes: str) -> None:
+    """Raises ValueError unless x is a dense tensor of so many dimensions, called `axes` in the message."""
+    _require_tensor(name, _Meta.of(x), dims, axes)
+
+
 def _require_dtype(name, dtype, allowed, why=""):
     if dtype not in allowed:
         raise ValueError(f"{name} has dtype {_names([dtype])}; supported: {_names(allowed)}{why}")
@@ -60,6 +69,17 @@ def _require_dtype(name, dtype, allowed, why=""):
 def _require_shape(name, x, expected, axes):
     if _shape(x) != tuple(expected):
         raise ValueError(f"{name} must have shape {axes} = {tuple(expected)}, got {_shape(x)}")
+
+
+def _as_float(name, x) -> float | None:
+    if x is None:
+        return None
+    if isinstance(x, bool) or not isinstance(x, Real):
+        raise ValueError(f"{name} must be None or a number, got {x!r}")
+    try:
+        return float(x)
+    except OverflowError:
+        raise ValueError(f"{name} must be None or a number within float64's range, got one beyond it") from None
 
 
 def _span(shape, strides) -> int:
@@ -131,6 +151,12 @@ class Problem:
         """Value heads per key head."""
         return self.num_v_heads // self.num_k_heads
 
+    @property
+    def sizes(self) -> tuple:
+        """What a cp_cache's states depend on, besides values."""
+        heads = self.num_k_heads, self.num_v_heads, self.head_dim_k, self.head_dim_v
+        return self.batch, self.num_tokens, self.num_seqs, *heads, self.dtype, self.device
+
     @classmethod
     def check(
         cls, q, k, v, g, beta, *, scale=None, initial_state=None, cu_seqlens=None, cu_seqlens_cpu=None,
@@ -141,18 +167,17 @@ class Problem:
         Raises:
             ValueError: a shape, dtype, device, head count, head size, number of sequences or states is not supported.
         """
-        if scale is not None and (isinstance(scale, bool) or not isinstance(scale, Real)):
-            raise ValueError(f"scale must be None or a number, got {scale!r}")
+        scale = _as_float("scale", scale)
         if state_dtype is not None and not isinstance(state_dtype, torch.dtype):
             raise ValueError(f"state_dtype must be a torch.dtype, got {state_dtype!r}")
-        if chunk_size not in (None, CHUNK_SIZE):
+        if chunk_size is not None and not (isinstance(chunk_size, Real) and chunk_size == CHUNK_SIZE):
             raise ValueError(f"chunk_size={chunk_size!r} is not supported; supported: None or {CHUNK_SIZE}")
         tensors = (q, k, v, g, beta, initial_state, cu_seqlens, cu_seqlens_cpu)
-        options = (None if scale is None else float(scale), bool(state_v_first), state_dtype)
+        options = (scale, bool(state_v_first), state_dtype)
         try:
             key = (*map(_key, tensors), *options)
             problem = _known.get(key)
-        except TypeError:  # something that is no tensor, or sizes that cannot be hashed
+        except (TypeError, RuntimeError):  # no tensor, sizes that cannot be hashed, a nested tensor
             key, problem = None, None
         if problem is None:
             problem = cls._of_metas(*map(_Meta.of, tensors), *options)
@@ -273,6 +298,8 @@ class Problem:
     def check_out(self, out, **inputs) -> None:
         """Checks the tensor that o is written into: o's form, and memory that neither it nor an input uses twice."""
         self.check_like("out", out, "o")
+        if out.requires_grad and torch.is_grad_enabled():
+            raise ValueError("out requires gradients, and o is written into it without any; pass out.detach()")
         if _overlaps_itself(out):
             raise ValueError(f"out has strides {out.stride()}: its elements share memory; pass a tensor of its own")
         for name, x in inputs.items():
@@ -314,7 +341,7 @@ def _key(x):
         return None
     if not isinstance(x, torch.Tensor):
         raise TypeError
-    return x.shape, x.dtype, x.device, x.layout
+    return x.shape, x.dtype, x.device, x.layout, x.is_neg()
 
 
 def check_values(seqs: Sequences, **tensors) -> None:

@@ -18,13 +18,12 @@ from __future__ import annotations
 from contextlib import contextmanager
 
 import torch
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_qla import env
 
 MAX_KNOWN = 2048
-# What decides how a call runs and is not an argument.
-_VARIABLES = ("FLASH_QLA_BACKEND", "FLASH_QLA_CP_TOLERANCE")
 _TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 _OPTIONS = frozenset((bool, int, float, type(None), torch.dtype))
 _ONCE, _NEVER = object(), object()
@@ -45,14 +44,19 @@ def key_of(tensors, options) -> tuple | None:
     first, types = tensors[0], (*map(type, options),)
     if type(first) not in _TENSORS or not _is_current(first.device) or torch.compiler.is_compiling():
         return None
-    if not _OPTIONS.issuperset(types) or torch.is_autocast_enabled("cuda") or env.debug():
+    if forward_ad._current_level >= 0:  # kernels know no tangents: the call must come to where that is refused
         return None
-    key, tracks, with_gradients = [*options, *types, *map(env.read, _VARIABLES)], torch.is_grad_enabled(), False
+    variables = env.deciding()
+    if not _OPTIONS.issuperset(types) or torch.is_autocast_enabled("cuda") or (variables[2] and env.debug()):
+        return None
+    key, tracks, with_gradients = [*options, *types, *variables], torch.is_grad_enabled(), False
     try:
         for x in tensors:
             if x is None:
                 key.append(None)
             elif type(x) not in _TENSORS:
+                return None
+            elif x.is_neg():
                 return None
             else:
                 key += x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15

@@ -30,12 +30,14 @@ class SegmentStates:
         split: what they belong to.
         states: the state entering, or the cotangent of the state leaving, each segment.
         transitions, carries: the segments' transitions and where they count; None where nobody asked for them.
+        origin: the stages that made them and `Problem.sizes`, where a caller holds them as a cp_cache.
     """
 
     split: Split
     states: torch.Tensor
     transitions: torch.Tensor | None = None
     carries: torch.Tensor | None = None
+    origin: tuple | None = None
 
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:

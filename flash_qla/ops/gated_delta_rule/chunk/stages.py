@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import re
+from contextlib import contextmanager
+
 import torch
 
 from . import reference
 from .backend import stages_for
 from .constants import CHUNK_SIZE
-from .problem import Problem
+from .problem import Problem, require_tensor
 from .sequences import Sequences
 
 
-def _problem(k, v, g, beta, q=None, **options):
-    return Problem.check(k if q is None else q, k, v, g, beta, **options)
-
-
-def _require_tensor(name, x, axes):
-    """What has no q is checked as if k were q: errors about k must not speak of q."""
-    if not isinstance(x, torch.Tensor) or x.dim() != axes.count(",") + 1:
-        got = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
-        raise ValueError(f"{name} must be a torch.Tensor {axes}, got {got}")
+@contextmanager
+def _named(**names):
+    """The checks know the operator's names of the arguments; their errors then speak of the stage's."""
+    try:
+        yield
+    except ValueError as error:
+        text = str(error)
+        if names.get("q") == "k":
+            text = text.replace("q, k and v", "k and v").replace("q and k", "k").replace("q, k, v", "k, v")
+        raise ValueError(re.sub(r"\w+", lambda word: names.get(word[0], word[0]), text)) from None
 
 
 def kkt_solve(k, b, chunk_size=64, cu_seqlens=None, g=None) -> torch.Tensor:
@@ -38,12 +42,13 @@ def kkt_solve(k, b, chunk_size=64, cu_seqlens=None, g=None) -> torch.Tensor:
     Raises:
         ValueError: as in `chunk_gated_delta_rule`.
     """
-    _require_tensor("k", k, "[B, T, Hq, K]")
-    _require_tensor("b", b, "[B, T, Hv]")
+    require_tensor("k", k, 4, "[B, T, Hq, K]")
+    require_tensor("b", b, 3, "[B, T, Hv]")
     gate = torch.zeros_like(b, dtype=torch.float32) if g is None else g
     value = k.new_empty((*k.shape[:2], b.shape[-1], 1))  # only its shape is looked at
-    problem, seqs = _problem(k, value, gate, b, cu_seqlens=cu_seqlens, chunk_size=chunk_size)
-    stages = stages_for(problem)
+    with _named(q="k", v="b", beta="b", g="b" if g is None else "g"):
+        problem, seqs = Problem.check(k, k, value, gate, b, cu_seqlens=cu_seqlens, chunk_size=chunk_size)
+        stages = stages_for(problem)
     with torch.no_grad():
         if stages is reference:
             return reference.invert(k, gate, b, seqs)
@@ -72,15 +77,27 @@ def fused_gdr_fwd(
     Raises:
         ValueError: as in `chunk_gated_delta_rule_bwd`.
     """
-    problem, seqs = _problem(
-        k, v, g, b, q, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, state_v_first=state_v_first
-    )
-    problem.check_inverse(g, a)
+    return _walk(
+        {"beta": "b", "A": "a"}, q, k, v, a, g, b, scale, initial_state, output_final_state, output_h, output_o,
+        cu_seqlens, state_v_first,
+    )  # fmt: skip
+
+
+def _walk(
+    names, q, k, v, a, g, b, scale, initial_state, output_final_state, output_h, output_o, cu_seqlens, state_v_first
+):
+    """`fused_gdr_fwd`, whose arguments are called `names` where they are not called as the operator's."""
+    with _named(**names):
+        problem, seqs = Problem.check(
+            q, k, v, g, b, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, state_v_first=state_v_first
+        )
+        problem.check_inverse(g, a)
+        stages = stages_for(problem)
     o = torch.empty_like(v, memory_format=torch.contiguous_format)
     final_state = problem.empty_state(problem.state_dtype, problem.num_seqs) if output_final_state else None
     h = problem.empty_state(problem.dtype, seqs.total_chunks()) if output_h else None
     with torch.no_grad():
-        stages_for(problem).fused_forward(
+        stages.fused_forward(
             o, problem.k_first(final_state), problem.k_first(h), q, k, v, a, g, b, problem.scale,
             problem.k_first(initial_state), seqs,
         )  # fmt: skip
@@ -108,9 +125,8 @@ def fused_gdr_h(
     """
     if num_warmup_chunks is not None:
         raise NotImplementedError(f"num_warmup_chunks={num_warmup_chunks} is not supported yet; supported: None")
-    _require_tensor("k", k, "[B, T, Hq, K]")
-    _, h, final_state = fused_gdr_fwd(
-        k, k, v, a, g, b, None, initial_state, output_final_state, output_h, False,
+    _, h, final_state = _walk(
+        {"beta": "b", "A": "a", "q": "k"}, k, k, v, a, g, b, None, initial_state, output_final_state, output_h, False,
         cu_seqlens, state_v_first,
     )  # fmt: skip
     return h, final_state, None

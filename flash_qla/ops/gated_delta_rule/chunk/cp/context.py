@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 
 from ..constants import CHUNK_SIZE, GATE_FLOOR
+from ..problem import Problem
 from ..sequences import Sequences
 from .planner import AUTO, Request
 
 
-@dataclass
+@dataclass(eq=False)  # its tensors have no truth value: two contexts are equal when they are the same
 class FlashQLACPContext:
     """What a context-parallel caller says about its sequences.
 
@@ -61,11 +63,11 @@ def build_cp_context(
 
     Raises:
         NotImplementedError: enable_inter, or a group of several cards.
-        ValueError: a chunk_size other than 64, a group that is none, a g that does not fit.
+        ValueError: a chunk_size other than 64, a group that is none, a g that does not fit or holds NaN.
     """
     if enable_inter:
         raise NotImplementedError("enable_inter=True: context parallelism across cards is not supported yet")
-    if chunk_size not in (None, CHUNK_SIZE):
+    if chunk_size is not None and not (isinstance(chunk_size, Real) and chunk_size == CHUNK_SIZE):
         raise ValueError(f"chunk_size={chunk_size!r} is not supported; supported: None or {CHUNK_SIZE}")
     _refuse_several_cards(group)
     return FlashQLACPContext(
@@ -80,7 +82,10 @@ def _decays_per_chunk(g, num_v_heads, cu_seqlens) -> tuple[float, ...]:
     if not isinstance(g, torch.Tensor) or g.dim() != 3 or (num_v_heads is not None and g.shape[2] != num_v_heads):
         got = tuple(g.shape) if isinstance(g, torch.Tensor) else type(g).__name__
         raise ValueError(f"g must be a tensor of shape [B, T, Hv], Hv = {num_v_heads or 'any'}, got {got}")
+    if not g.is_floating_point():
+        raise ValueError(f"g must be of a floating-point dtype, got {g.dtype}")
     batch, num_tokens, _ = g.shape
+    Problem.check_cu_seqlens(batch, g.device, cu_seqlens)
     g = Sequences.build(batch, num_tokens, CHUNK_SIZE, cu_seqlens).zero_padding(g.detach())
     sums = g.float().clamp(min=GATE_FLOOR).flatten(0, 1).sum(0)
     if cu_seqlens is None:
@@ -88,7 +93,9 @@ def _decays_per_chunk(g, num_v_heads, cu_seqlens) -> tuple[float, ...]:
     else:
         tokens = (cu_seqlens[-1:] - cu_seqlens[:1]).to(sums)
     decays = (-CHUNK_SIZE * sums / tokens.clamp(min=1)).tolist()  # the one device read
-    return tuple(float(f"{max(decay, 0.0):.1e}") for decay in decays)
+    if any(decay != decay for decay in decays):
+        raise ValueError("g holds NaN; build the context with gates like those of the calls, or without g")
+    return tuple(float(f"{max(0.0, decay):.1e}") for decay in decays)
 
 
 def _refuse_several_cards(group) -> None:

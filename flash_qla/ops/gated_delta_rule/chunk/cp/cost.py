@@ -37,8 +37,15 @@ def schedule_depth(runs, num_sms: int) -> int:
     Multiprocessors with the same load are one entry `(load, how many)` of a heap, and where loads differ by no more
     than one CTA's chunks a whole round adds the same to all, so the cost does not grow with the number of CTAs.
     """
+    ctas = most = 0
+    for chunks, count in runs:
+        ctas += count
+        if chunks > most and count:
+            most = chunks
+    if ctas <= num_sms:
+        return most
     if len(runs) == 1:
-        return runs[0][0] * -(-runs[0][1] // num_sms)
+        return most * -(-ctas // num_sms)
     loads, most = [(0, num_sms)], 0
     for chunks, count in runs:
         if not chunks or not count:
@@ -50,7 +57,7 @@ def schedule_depth(runs, num_sms: int) -> int:
         while count > 0:
             load, machines = loads[0]
             if count < machines:
-                heapreplace(loads, (load, machines - count))
+                loads[0] = load, machines - count  # the least still
                 heappush(loads, (load + chunks, count))
             else:
                 heapreplace(loads, (load + chunks, machines))

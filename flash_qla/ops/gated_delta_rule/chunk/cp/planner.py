@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -33,7 +34,8 @@ from . import coefs, cost
 from .cost import Launch
 
 # Without gates on the host: the share of heads that never decay (their transitions are needed), and what the others
-# decay by in a chunk (natural log). The published comparison's gates: a random quarter at 0, logsigmoid(normal)/16.
+# decay by in a chunk (natural log). The published comparison's gates: a quarter (rounded down) at 0, the others
+# logsigmoid(normal)/16.
 SHARE_NEVER_DECAYING = 0.25
 ASSUMED_DECAY_PER_CHUNK = 3.2
 # A split must promise to be this much faster: predictions are off by a few percent, and no split is exact.
@@ -44,6 +46,8 @@ FORCED_SEGMENTS = 4
 MAX_RUNS = 8
 # The launches of a split cost as much as walking a few chunks.
 MIN_SEGMENT_CHUNKS = 4
+# With so many times the longest walk's chunks for each multiprocessor there is nothing to fill.
+FULL_CARD_WAVES = 8
 # A walk of segment_ends starts and ends in the time of so many of its chunks.
 ENDS_START_CHUNKS = 2
 
@@ -138,6 +142,10 @@ class Shape(NamedTuple):
         runs = (((segment_chunks, full),) if full else ()) + tuple(sorted(rests.items(), reverse=True))
         return runs, full + sum(rests.values())
 
+    def carrying(self, segment_chunks: int) -> int:
+        """Heads that need the transitions of segments so long."""
+        return sum([heads for warmup, heads in self.warmups if warmup is None or warmup > segment_chunks])
+
 
 # --- the launches of each pass: the cost model's only knowledge of the kernels
 
@@ -147,7 +155,7 @@ def _walk(kernel: str, shape: Shape, segments, directions: int = 1) -> Launch:
     (runs, count), walks = segments, directions * shape.num_v_heads
     warpgroups = launch.num_value_warpgroups(walks * count, shape.head_dim_v, shape.num_sms)
     ctas = walks * (shape.head_dim_v // (64 * warpgroups))
-    return Launch(f"{kernel}_w{warpgroups}", tuple((chunks, n * ctas) for chunks, n in runs), count * ctas)
+    return Launch(f"{kernel}_w{warpgroups}", tuple([(chunks, n * ctas) for chunks, n in runs]), count * ctas)
 
 
 def _segment_ends(shape: Shape, segment_chunks: int, num_segments: int, *, reverse: bool) -> Launch:
@@ -157,18 +165,16 @@ def _segment_ends(shape: Shape, segment_chunks: int, num_segments: int, *, rever
     kind of walk has its CTAs, the long ones first (`kernels/tiles/decay.py`); those that a head does not need exit.
     """
     pairs, walking = shape.num_v_heads * num_segments, num_segments - shape.num_seqs
-    warpgroups = launch.num_end_warpgroups(pairs, shape.head_dim_k, shape.head_dim_v, shape.num_sms, segment_chunks)
+    dims = shape.head_dim_k, shape.head_dim_v
+    warpgroups = launch.num_end_warpgroups(pairs, *dims, shape.num_sms, segment_chunks, reverse)
     tiles = shape.head_dim_v // (64 * warpgroups)
     long_tiles = tiles if reverse else tiles + shape.head_dim_k // (64 * warpgroups)
-    carrying, short = 0, []
-    for warmup, heads in shape.warmups:
-        if warmup is None or warmup > segment_chunks:
-            carrying += heads
-        else:
-            short.append((ENDS_START_CHUNKS + warmup, walking * heads * tiles))
-    runs = ((ENDS_START_CHUNKS + segment_chunks, walking * carrying * long_tiles), *reversed(short))
+    runs = [(ENDS_START_CHUNKS + segment_chunks, walking * shape.carrying(segment_chunks) * long_tiles)]
+    for warmup, heads in reversed(shape.warmups):
+        if warmup is not None and warmup <= segment_chunks:
+            runs.append((ENDS_START_CHUNKS + warmup, walking * heads * tiles))
     kernel = "segment_ends_reverse" if reverse else "segment_ends"
-    return Launch(f"{kernel}_w{warpgroups}", runs, walking * shape.num_v_heads * (long_tiles + tiles))
+    return Launch(f"{kernel}_w{warpgroups}", tuple(runs), walking * shape.num_v_heads * (long_tiles + tiles))
 
 
 def _scan(shape: Shape, segment_chunks: int) -> Launch:
@@ -177,8 +183,8 @@ def _scan(shape: Shape, segment_chunks: int) -> Launch:
     The CTAs of heads that do not carry exit.
     """
     tiles = shape.head_dim_v // launch.SCAN_COLUMNS
-    carrying = sum(heads for warmup, heads in shape.warmups if warmup is None or warmup > segment_chunks)
-    runs = tuple((-(-chunks // segment_chunks) - 1, count * carrying * tiles) for chunks, count in shape.lengths)
+    walks = shape.carrying(segment_chunks) * tiles
+    runs = tuple([(-(-chunks // segment_chunks) - 1, count * walks) for chunks, count in shape.lengths])
     return Launch("segment_scan", runs, shape.num_seqs * shape.num_v_heads * tiles)
 
 
@@ -191,23 +197,25 @@ def common_launch(passes: str, shape: Shape) -> Launch:
     return Launch("gradients", ((1, count),), count)
 
 
-def forward_launches(shape: Shape, segment_chunks: int | None) -> list[Launch]:
+def forward_launches(shape: Shape, segment_chunks: int | None) -> Iterator[Launch]:
+    """The others of a forward, as they are needed: a candidate is left at the first that makes it too dear."""
     segments = shape.segments(segment_chunks)
-    walk = _walk("fused_fwd", shape, segments)
-    if segment_chunks is None:
-        return [walk]
-    return [walk, _scan(shape, segment_chunks), _segment_ends(shape, segment_chunks, segments[1], reverse=False)]
+    yield _walk("fused_fwd", shape, segments)
+    if segment_chunks is not None:
+        yield _segment_ends(shape, segment_chunks, segments[1], reverse=False)
+        yield _scan(shape, segment_chunks)
 
 
-def backward_launches(shape: Shape, segment_chunks: int | None, cached: int | None) -> list[Launch]:
+def backward_launches(shape: Shape, segment_chunks: int | None, cached: int | None) -> Iterator[Launch]:
+    """Those of a backward, which computes the states that enter the segments again unless a forward left them."""
     segments = shape.segments(segment_chunks)
-    walk = _walk("states", shape, segments, directions=2)
-    if segment_chunks is None:
-        return [walk]
-    scan, ends = _scan(shape, segment_chunks), _segment_ends(shape, segment_chunks, segments[1], reverse=True)
-    if segment_chunks == cached:
-        return [walk, scan, ends]
-    return [walk, scan, ends, scan, _segment_ends(shape, segment_chunks, segments[1], reverse=False)]
+    yield _walk("states", shape, segments, directions=2)
+    if segment_chunks is not None:
+        yield _segment_ends(shape, segment_chunks, segments[1], reverse=True)
+        yield (scan := _scan(shape, segment_chunks))
+        if segment_chunks != cached:
+            yield _segment_ends(shape, segment_chunks, segments[1], reverse=False)
+            yield scan
 
 
 # --- the choice
@@ -215,13 +223,9 @@ def backward_launches(shape: Shape, segment_chunks: int | None, cached: int | No
 
 def candidates(shape: Shape) -> list[int]:
     """Segment lengths to price: what fills the multiprocessors once or twice, then the powers of two around those."""
-    found = set()
-    for ctas_per_pair in (1, shape.head_dim_v // 64):
-        for waves in (1, 2):
-            wanted = waves * shape.num_sms // (shape.num_v_heads * ctas_per_pair)
-            if wanted > shape.num_seqs:
-                found.add(shortest_for(shape, wanted))
-    balanced = sorted(found, reverse=True)
+    tiles = shape.head_dim_v // 64
+    wanted = {waves * shape.num_sms // (shape.num_v_heads * n) for n in (1, tiles) for waves in (1, 2)}
+    balanced = sorted({shortest_for(shape, count) for count in wanted if count > shape.num_seqs}, reverse=True)
     low, high = (balanced[-1], balanced[0]) if balanced else (MIN_SEGMENT_CHUNKS, shape.longest)
     powers = (1 << n for n in range((4 * high).bit_length(), -1, -1))
     # Far shorter segments only add walks and steps of the scan; far longer ones leave multiprocessors idle.
@@ -233,7 +237,10 @@ def shortest_for(shape: Shape, wanted: int) -> int:
     """The shortest segments of which there are no more than `wanted`."""
     if len(shape.lengths) == 1:
         return -(-shape.longest // (wanted // shape.num_seqs))
+    # As if all lay end to end, and as if each sequence had one more that is not full.
     low, high = max(1, -(-shape.total_chunks // wanted)), max(1, shape.longest)
+    if wanted > shape.num_seqs:
+        high = max(low, min(high, -(-shape.total_chunks // (wanted - shape.num_seqs))))
     while low < high:
         middle = (low + high) // 2
         total = 0
@@ -284,10 +291,9 @@ def choose(passes: str, shape: Shape, table: coefs.Table, request: Request = AUT
     if request.segment_chunks is not None:
         return made(request.segment_chunks, price(request.segment_chunks)[0], "this length was asked for")
     if not must:
-        walked = shape.total_chunks * shape.num_v_heads
         if shape.longest < 2:
             return made(None, whole, "no sequence has two chunks")
-        if shape.num_seqs * shape.num_v_heads >= 8 * shape.num_sms and walked >= 8 * shape.num_sms * shape.longest:
+        if shape.total_chunks * shape.num_v_heads >= FULL_CARD_WAVES * shape.num_sms * shape.longest:
             return made(None, whole, "the sequences fill the card")
     best, best_ms = None, float("inf") if must else (1 - MIN_GAIN) * whole_ms
     # A forced split splits also where the longest sequence is thought to be short: lengths may be unknown.
@@ -308,10 +314,11 @@ def choose(passes: str, shape: Shape, table: coefs.Table, request: Request = AUT
 # --- from a call to its shape
 
 
+@lru_cache(maxsize=256)
 def head_warmups(num_v_heads: int, tolerance: float, decays) -> tuple[tuple[int | None, int], ...]:
     """(chunks until a head's decay reaches the tolerance or None, how many heads), sorted."""
     if decays is None:
-        never = round(SHARE_NEVER_DECAYING * num_v_heads)
+        never = int(SHARE_NEVER_DECAYING * num_v_heads)
         decays = (0.0,) * never + (ASSUMED_DECAY_PER_CHUNK,) * (num_v_heads - never)
     chunks = Counter(max(1, int(-(tolerance // decay))) if decay > 0 else None for decay in decays)
     return tuple(sorted(chunks.items(), key=lambda item: (item[0] is None, item[0])))

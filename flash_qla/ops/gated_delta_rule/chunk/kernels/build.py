@@ -19,6 +19,13 @@ ROLE_PASS_CONFIGS = {
     "tl.disable_shared_memory_reuse": True,
     "tl.enable_fast_math": True,
 }
+# For kernels whose named barriers, bounds and first writes are all by hand.
+BARE_PASS_CONFIGS = {
+    **ROLE_PASS_CONFIGS,
+    "tl.disable_thread_storage_sync": True,
+    "tl.disable_safe_memory_legalize": True,  # every access is in bounds by construction (tiles/program.py clamps)
+    "tl.disable_buffer_init_check": True,  # it does not see the writes of `tiles/fragments.py`
+}
 
 _kernels: dict = {}
 _compiled: list = []  # what the entry points in _kernels belong to

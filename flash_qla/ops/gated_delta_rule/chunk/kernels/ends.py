@@ -10,13 +10,13 @@ b_j is written where S_(j+1) belongs (slot j + 1; reverse: c_j at slot j - 1), s
 this launch, which walks only their last (first) few chunks. Every CTA finds out by itself what it walks, and most end
 at once (`tiles/decay.py`). M is kept as two bfloat16 tensors: their sum is right to 16 bits.
 
-The forward walk holds the state transposed in registers, like `states.py`, and makes a chunk's rows of V ready for the
-product before the state is, without the value warpgroups' help:
+The forward walk holds the state transposed in registers, like `state_walk.py`, and makes a chunk's rows of V ready for
+the product before the state is, without the value warpgroups' help:
 
     acc^T = V^T T~^T + S^T w^T    T~ = T beta    w = -(T beta Gamma) K        S^T <- e^gC S^T + (acc e)^T K
 
 T~ takes T's place in shared memory, V is an operand as TMA delivers it; nothing is in flight across chunks. A walk of M
-has S = I and V = 0. The reverse walk is that of `states.py` without its store warps.
+has S = I and V = 0. The reverse walk is that of `state_walk.py` without its store warps.
 
 Grid: (kind of walk, segment, value head, tile of columns); kinds in `tiles/decay.py`. Segments are numbered without
 those that hand nothing on, but with transitions for the backward by their slots.
@@ -49,23 +49,22 @@ from flash_qla import arch as archs
 from ..constants import CHUNK_SIZE as C
 from ..sequences import Sequences
 from ..split import Split
-from . import launch, states
-from .build import build
+from . import launch, state_walk
+from .build import BARE_PASS_CONFIGS, build
+from .state_walk import V_TILE, Spec
 from .tiles import decay, fragments, pipeline, program, rows
+from .tiles.pipeline import ROWS
 
-V_TILE = states.V_TILE
 STAGES = 3
 # Barriers of loaded and decayed: warpgroups that take chunks by turns must see every phase of those that they wait for,
 # or the phase before last, late, would look like the awaited one.
 RING = 2 * STAGES
 W_SLOTS = 2
-# By value warpgroups: warpgroups of the operands role; registers of load and gate, operands, value.
-OPERAND_WARPGROUPS = {1: 2, 2: 1}
+# By value warpgroups: registers of load and gate, operands, value.
 REGISTERS = {1: (40, 128, 216), 2: (40, 104, 184)}
 M_DTYPE = "bfloat16"
 HALVES = 2  # M = high + low
-ROWS = T.GemmWarpPolicy.FullRow  # 64 rows for each warpgroup
-PASS_CONFIGS = states.PASS_CONFIGS
+PASS_CONFIGS = BARE_PASS_CONFIGS
 
 SOURCES = "".join(
     (fragments.SOURCE, fragments.LEAN_SOURCE, fragments.COLUMNS_SOURCE, fragments.STORE_SOURCE, fragments.READ_SOURCE,
@@ -105,22 +104,7 @@ class Smem:
     freed: object
 
 
-@dataclass
-class Walk:
-    """What a CTA walks, from `decay.plan_walk`; row: of the end state, -1 - slot for a transition."""
-
-    row: object
-    k_head: object
-    v_head: object
-    v_col: object
-    batch: object
-    start: object
-    length: object
-    chunks: object
-    is_transition: object
-
-
-def allocate(spec: states.Spec) -> Smem:
+def allocate(spec: Spec) -> Smem:
     """Allocates a CTA's shared memory and makes the barriers."""
     wgs, ring, K, warps = spec.value_warpgroups, (STAGES, C), spec.head_dim_k, pipeline.WARPS_PER_WARPGROUP
     return Smem(
@@ -142,8 +126,8 @@ def allocate(spec: states.Spec) -> Smem:
 
 
 @T.macro
-def load_role(spec: states.Spec, m: Smem, walk: Walk, k, x, T_inv, g_cumsum, beta):
-    K, width = spec.head_dim_k, V_TILE * spec.value_warpgroups
+def load_role(spec: Spec, m: Smem, walk: decay.Walk, k, x, T_inv, g_cumsum, beta):
+    K, width = spec.head_dim_k, spec.width
     for i in T.serial(walk.chunks):
         stage = i % STAGES
         left = walk.start + i * C
@@ -159,18 +143,15 @@ def load_role(spec: states.Spec, m: Smem, walk: Walk, k, x, T_inv, g_cumsum, bet
         if T.shuffle_elect(32):
             T.barrier_arrive(m.loaded[i % RING])
         for half in T.unroll(2, unroll_factor=1):
-            row = (i + states.PREFETCH_CHUNKS) * C + T.get_thread_binding() % 32 + 32 * half
+            row = (i + state_walk.PREFETCH_CHUNKS) * C + T.get_thread_binding() % 32 + 32 * half
             row = walk.start + T.min(row, walk.length - 1)
             rows.prefetch(g_cumsum[walk.batch, row, walk.v_head])
             rows.prefetch(beta[walk.batch, row, walk.v_head])
 
 
 @T.macro
-def gate_role(m: Smem, walk: Walk, g_cumsum, beta, stage):
-    """Two tokens a lane, loads before the wait. Past the end: the last token's g, beta 0.
-
-    A warp has a stage of its own: the latency of its loads is longer than a chunk.
-    """
+def gate_role(m: Smem, walk: decay.Walk, g_cumsum, beta, stage):
+    """Row factors; loads before the wait. A warp has a stage of its own: their latency is longer than a chunk."""
     lane = T.get_thread_binding() % 32
     g_last = T.alloc_var("float32")
     g = T.alloc_local((2,), "float32")
@@ -179,14 +160,7 @@ def gate_role(m: Smem, walk: Walk, g_cumsum, beta, stage):
         i = stage + j * STAGES
         left = walk.start + i * C
         last = T.min(walk.length - i * C, C) - 1
-        g_last = g_cumsum[walk.batch, left + last, walk.v_head] * states.LOG2E
-        for half in T.unroll(2):
-            g[half] = g_cumsum[walk.batch, left + T.min(lane + 32 * half, last), walk.v_head] * states.LOG2E
-            b[half] = T.if_then_else(
-                lane + 32 * half <= last,
-                T.cast(beta[walk.batch, left + T.min(lane + 32 * half, last), walk.v_head], "float32"),
-                0.0,
-            )
+        state_walk.load_gates(walk, left, last, lane, g_cumsum, beta, g_last, g, b)
         T.barrier_wait(m.freed[stage], (j + 1) % 2)
         for half in T.unroll(2):
             m.minus_beta_gamma[stage, lane + 32 * half] = -b[half] * T.exp2(g[half])
@@ -198,9 +172,9 @@ def gate_role(m: Smem, walk: Walk, g_cumsum, beta, stage):
 
 
 @T.macro
-def operands_role(spec: states.Spec, m: Smem, walk: Walk, first, step):
+def operands_role(spec: Spec, m: Smem, walk: decay.Walk, first, step):
     """w = -(T beta Gamma) K, and T beta in T's place, of the chunks first, first + step, ..."""
-    width = V_TILE * spec.value_warpgroups
+    width = spec.width
     t = T.alloc_fragment((C, C), spec.dtype)
     T_op = T.alloc_fragment((C, C), spec.dtype)
     part = T.alloc_fragment((C, C), spec.dtype)
@@ -219,7 +193,7 @@ def operands_role(spec: states.Spec, m: Smem, walk: Walk, first, step):
             rows.zero_stage_from(m.t, stage, valid, C)
             rows.zero_stage_from(m.x, stage, valid, width)
             T.fence_proxy_async()
-            T.sync_threads(states.OPERANDS_BARRIER - first, 128)
+            T.sync_threads(state_walk.OPERANDS_BARRIER - first, 128)
         fragments.load_tile_unfenced(t, m.t, stage)
         for r, c in T.Parallel(C, C):
             T_op[r, c] = T.cast(t[r, c], "float32") * m.minus_beta_gamma[stage, c]
@@ -231,7 +205,7 @@ def operands_role(spec: states.Spec, m: Smem, walk: Walk, first, step):
         T.barrier_wait(m.w_free[i % W_SLOTS], (i // W_SLOTS + 1) % 2)
         for col in tuple(range(0, spec.head_dim_k, 64)):
             T.wait_wgmma(0)
-            T.warpgroup_fence_operand(acc, num_regs=C * C // 128)
+            pipeline.settle(acc)
             T.copy(acc, part)
             if col + 64 < spec.head_dim_k:
                 T.wgmma_gemm(T_op, m.k[stage, :, col + 64 : col + 128], acc, clear_accum=True)
@@ -240,9 +214,9 @@ def operands_role(spec: states.Spec, m: Smem, walk: Walk, first, step):
 
 
 @T.macro
-def value_role(spec: states.Spec, m: Smem, walk: Walk, inner, transitions):
+def value_role(spec: Spec, m: Smem, walk: decay.Walk, inner, transitions):
     """The recurrence, and where its last state goes."""
-    K, width = spec.head_dim_k, V_TILE * spec.value_warpgroups
+    K, width = spec.head_dim_k, spec.width
     S = T.alloc_fragment((width, K), "float32")
     S_op = T.alloc_fragment((width, K), spec.dtype)
     acc = T.alloc_fragment((width, C), "float32")
@@ -251,12 +225,18 @@ def value_role(spec: states.Spec, m: Smem, walk: Walk, inner, transitions):
     total = T.alloc_var("float32")
     T.clear(S)
     T.call_extern("void", f"flash_qla::start_walk<{K}>", S.access_ptr("w"), walk.is_transition, walk.v_col)
-    T.warpgroup_fence_operand(S, num_regs=V_TILE * K // 128)
+    pipeline.settle(S)
     for i in T.serial(walk.chunks):
         stage = i % STAGES
         T.barrier_wait(m.t_ready[stage], (i // STAGES) % 2)
         T.wgmma_gemm(
-            m.x[stage, :, :], m.t[stage, :, :], acc, transpose_A=True, transpose_B=True, clear_accum=True, policy=ROWS
+            m.x[stage, :, :],
+            m.t[stage, :, :],
+            acc,
+            transpose_A=True,
+            transpose_B=True,
+            clear_accum=True,
+            policy=ROWS,
         )
         T.copy(S, S_op)
         T.barrier_wait(m.w_ready[i % W_SLOTS], (i // W_SLOTS) % 2)
@@ -266,13 +246,13 @@ def value_role(spec: states.Spec, m: Smem, walk: Walk, inner, transitions):
             S[jv, jk] *= total
         T.copy(m.e[stage, :], e)
         T.wait_wgmma(0)
-        T.warpgroup_fence_operand(acc, num_regs=V_TILE * C // 128)
+        pipeline.settle(acc)
         pipeline.arrive(m.w_free, i % W_SLOTS)
         for jv, j in T.Parallel(width, C):
             acc_op[jv, j] = acc[jv, j] * e[j]
         T.wgmma_gemm(acc_op, m.k[stage, :, :], S, policy=ROWS)
         T.wait_wgmma(0)
-        T.warpgroup_fence_operand(S, num_regs=V_TILE * K // 128)
+        pipeline.settle(S)
         pipeline.arrive(m.freed, stage)
     if walk.is_transition == 0:
         for jv, jk in T.Parallel(width, K):
@@ -287,9 +267,9 @@ def value_role(spec: states.Spec, m: Smem, walk: Walk, inner, transitions):
 
 
 @T.macro
-def helper_roles(spec: states.Spec, m: Smem, walk: Walk, k, x, T_inv, g_cumsum, beta, registers, first):
+def helper_roles(spec: Spec, m: Smem, walk: decay.Walk, k, x, T_inv, g_cumsum, beta, registers, first):
     """Load and gate, in the warpgroup from thread `first` on."""
-    T.set_max_nreg(registers, 0)
+    pipeline.set_registers(registers, spec.threads)
     tx = T.get_thread_binding()
     if tx < first + 32:
         load_role(spec, m, walk, k, x, T_inv, g_cumsum, beta)
@@ -298,20 +278,19 @@ def helper_roles(spec: states.Spec, m: Smem, walk: Walk, k, x, T_inv, g_cumsum, 
 
 
 @T.macro
-def run_roles(spec: states.Spec, m: Smem, walk: Walk, k, x, T_inv, g_cumsum, beta, inner, transitions):
-    wgs, makers = spec.value_warpgroups, OPERAND_WARPGROUPS[spec.value_warpgroups]
+def run_roles(spec: Spec, m: Smem, walk: decay.Walk, k, x, T_inv, g_cumsum, beta, inner, transitions):
+    wgs, makers = spec.value_warpgroups, spec.operands_warpgroups
     few, operands, value = REGISTERS[wgs]
-    at_launch = 65536 // (128 * (1 + makers + wgs)) // 8 * 8
     tx = T.get_thread_binding()
     if tx < 128 * wgs:
-        T.set_max_nreg(value, 1)
+        pipeline.set_registers(value, spec.threads)
         value_role(spec, m, walk, inner, transitions)
     elif tx < 128 * (1 + wgs):
-        T.set_max_nreg(operands, 1 if operands > at_launch else 0)
+        pipeline.set_registers(operands, spec.threads)
         operands_role(spec, m, walk, 0, makers)
     elif tx < 128 * (2 + wgs):
         if makers == 2:
-            T.set_max_nreg(operands, 1 if operands > at_launch else 0)
+            pipeline.set_registers(operands, spec.threads)
             operands_role(spec, m, walk, 1, makers)
         else:
             helper_roles(spec, m, walk, k, x, T_inv, g_cumsum, beta, few, 128 * (1 + wgs))
@@ -320,61 +299,32 @@ def run_roles(spec: states.Spec, m: Smem, walk: Walk, k, x, T_inv, g_cumsum, bet
             helper_roles(spec, m, walk, k, x, T_inv, g_cumsum, beta, few, 128 * (2 + wgs))
 
 
-def make(spec: states.Spec):
+def make(spec: Spec):
     """Returns the prim_func of segment_ends."""
-    K, V, wgs = spec.head_dim_k, spec.head_dim_v, spec.value_warpgroups
-    width = V_TILE * wgs
-    v_tiles, m_tiles = V // width, K // width
-    num_threads = 128 * (1 + OPERAND_WARPGROUPS[wgs] + wgs)
-    batch, num_tokens, num_k_heads, num_v_heads = T.dynamic("batch num_tokens num_k_heads num_v_heads")
-    cu_len, slots, m_slots = T.dynamic("cu_len slots m_slots")
-
-    def strided(name, heads, dim):
-        return program.strided_rows(name, (batch, num_tokens, heads, dim), spec.dtype)
-
-    beta_type = program.strided_gates("beta", (batch, num_tokens, num_v_heads), spec.beta_dtype)
+    K = spec.head_dim_k
+    v_tiles, m_tiles = spec.v_tiles, K // spec.width
+    t = program.Tensors.of(spec)
+    num_v_heads = t.num_v_heads
+    slots, m_slots = T.dynamic("slots m_slots")
 
     @T.prim_func
     def segment_ends(
-        k: strided("k", num_k_heads, K),
-        x: strided("x", num_v_heads, V),
-        T_inv: T.Tensor((batch, num_tokens, num_v_heads, C), spec.dtype),
-        g_cumsum: T.Tensor((batch, num_tokens, num_v_heads), "float32"),
-        beta: beta_type,
-        cu: T.Tensor((cu_len,), "int32"),
-        inner: T.Tensor((slots, num_v_heads, V, K), "float32"),
+        k: t.keys("k"), x: t.values("x"), T_inv: t.inverse(), g_cumsum: t.per_head(),
+        beta: t.gates("beta", spec.beta_dtype), cu: program.cu_seqlens(), inner: t.states(slots),
         transitions: T.Tensor((m_slots, num_v_heads, HALVES, K, K), M_DTYPE),
-        carries: T.Tensor((m_slots, num_v_heads, 2), "int32"),
-        tolerance: T.float32,
-        num_seqs: T.int32,
-        cu_step: T.int32,
-        seq_len: T.int32,
-        segment_tokens: T.int32,
-        m_walks: T.int32,
-        b_walks: T.int32,
-        has_h0: T.int32,
-        for_backward: T.int32,
-    ):
-        with T.Kernel(num_v_heads * (m_walks * m_tiles + 2 * b_walks * v_tiles), threads=num_threads) as (block,):
+        carries: T.Tensor((m_slots, num_v_heads, 2), "int32"), tolerance: T.float32, num_seqs: T.int32,
+        cu_step: T.int32, seq_len: T.int32, segment_tokens: T.int32, m_walks: T.int32, b_walks: T.int32,
+        has_h0: T.int32, for_backward: T.int32,
+    ):  # fmt: skip
+        with T.Kernel(num_v_heads * (m_walks * m_tiles + 2 * b_walks * v_tiles), threads=spec.threads) as (block,):
             T.import_source(SOURCES + START_SOURCE + decay.SOURCE)
             m = allocate(spec)
-            scratch = T.alloc_shared((num_threads // 32 + 2,), "float32")
-            # What no role has registers for; see `decay.plan_walk`.
-            place = T.alloc_shared((9,), "int32")
-            start, length, window = (T.alloc_var("int32") for _ in range(3))
-            T.pdl_trigger()
-            T.pdl_sync()  # by every thread of every CTA: only so may the kernels that follow rely on this one's end
-            window = decay.plan_walk(
-                place, scratch, k, g_cumsum, beta, carries, cu, m_tiles=m_tiles, v_tiles=v_tiles, width=width,
-                m_walks=m_walks, b_walks=b_walks, cu_step=cu_step, seq_len=seq_len, num_seqs=num_seqs,
-                segment_tokens=segment_tokens, reverse=0, has_h0=has_h0, for_backward=for_backward,
-                tolerance=tolerance,
+            sizes = dict(
+                m_tiles=m_tiles, v_tiles=v_tiles, width=spec.width, m_walks=m_walks, b_walks=b_walks, cu_step=cu_step,
+                seq_len=seq_len, num_seqs=num_seqs, segment_tokens=segment_tokens, reverse=0, has_h0=has_h0,
+                for_backward=for_backward, tolerance=tolerance,
             )  # fmt: skip
-            start = place[5]
-            length = place[6]
-            walk = Walk(
-                place[0], place[1], place[2], place[3], place[4], start, length, window, T.Select(place[0] < 0, 1, 0)
-            )
+            walk = decay.plan_walk(spec.threads, (k, g_cumsum, beta, carries, cu), sizes)
             run_roles(spec, m, walk, k, x, T_inv, g_cumsum, beta, inner, transitions)
 
     return segment_ends
@@ -382,7 +332,7 @@ def make(spec: states.Spec):
 
 @dataclass
 class Ends:
-    """Where a reverse walk of `states.py` leaves its last state."""
+    """Where a reverse walk of `state_walk.py` leaves its last state."""
 
     states: object
 
@@ -391,67 +341,41 @@ class Ends:
 
 
 @T.macro
-def store_end(target, S, walk: states.Walk, v_col, rows, cols):
+def store_end(target, S, walk: state_walk.Walk, v_col, rows, cols):
     if walk.last_row < target.shape[0]:
         for jv, jk in T.Parallel(rows, cols):
             target[walk.last_row, walk.v_head, v_col + jv, jk] = S[jv, jk]
 
 
-def make_reverse(spec: states.Spec):
+def make_reverse(spec: Spec):
     """Returns the prim_func of segment_ends_reverse."""
-    K, V, wgs = spec.head_dim_k, spec.head_dim_v, spec.value_warpgroups
-    width = V_TILE * wgs
-    v_tiles = V // width
-    batch, num_tokens, num_k_heads, num_v_heads = T.dynamic("batch num_tokens num_k_heads num_v_heads")
-    cu_len, slots, m_slots = T.dynamic("cu_len slots m_slots")
-
-    def strided(name, heads, dim):
-        return program.strided_rows(name, (batch, num_tokens, heads, dim), spec.dtype)
-
-    beta_type = program.strided_gates("beta", (batch, num_tokens, num_v_heads), spec.beta_dtype)
+    v_tiles = spec.v_tiles
+    t = program.Tensors.of(spec)
+    num_v_heads = t.num_v_heads
+    slots, m_slots = T.dynamic("slots m_slots")
 
     @T.prim_func
     def segment_ends_reverse(
-        q: strided("q", num_k_heads, K),
-        k: strided("k", num_k_heads, K),
-        x: strided("x", num_v_heads, V),
-        T_inv: T.Tensor((batch, num_tokens, num_v_heads, C), spec.dtype),
-        g_cumsum: T.Tensor((batch, num_tokens, num_v_heads), "float32"),
-        beta: beta_type,
-        cu: T.Tensor((cu_len,), "int32"),
-        inner: T.Tensor((slots, num_v_heads, V, K), "float32"),
-        carries: T.Tensor((m_slots, num_v_heads, 2), "int32"),
-        scale: T.float32,
-        tolerance: T.float32,
-        num_seqs: T.int32,
-        cu_step: T.int32,
-        seq_len: T.int32,
-        segment_tokens: T.int32,
-        b_walks: T.int32,
-    ):
+        q: t.keys("q"), k: t.keys("k"), x: t.values("x"), T_inv: t.inverse(), g_cumsum: t.per_head(),
+        beta: t.gates("beta", spec.beta_dtype), cu: program.cu_seqlens(), inner: t.states(slots),
+        carries: T.Tensor((m_slots, num_v_heads, 2), "int32"), scale: T.float32, tolerance: T.float32,
+        num_seqs: T.int32, cu_step: T.int32, seq_len: T.int32, segment_tokens: T.int32, b_walks: T.int32,
+    ):  # fmt: skip
         with T.Kernel(num_v_heads * (2 * b_walks * v_tiles), threads=spec.threads) as (block,):
-            T.import_source(states.sources(spec.dtype) + decay.SOURCE)
-            m = states.allocate(spec)
-            scratch = T.alloc_shared((spec.threads // 32 + 2,), "float32")
-            # What no role has registers for; see `decay.plan_walk`.
-            place = T.alloc_shared((9,), "int32")
-            start, length, window = (T.alloc_var("int32") for _ in range(3))
-            T.pdl_trigger()
-            T.pdl_sync()  # by every thread of every CTA: only so may the kernels that follow rely on this one's end
-            window = decay.plan_walk(
-                place, scratch, k, g_cumsum, beta, carries, cu, m_tiles=0, v_tiles=v_tiles, width=width, m_walks=0,
-                b_walks=b_walks, cu_step=cu_step, seq_len=seq_len, num_seqs=num_seqs, segment_tokens=segment_tokens,
-                reverse=1, has_h0=0, for_backward=0, tolerance=tolerance,
+            T.import_source(state_walk.sources(spec.dtype) + decay.SOURCE)
+            m = state_walk.allocate(spec)
+            sizes = dict(
+                m_tiles=0, v_tiles=v_tiles, width=spec.width, m_walks=0, b_walks=b_walks, cu_step=cu_step,
+                seq_len=seq_len, num_seqs=num_seqs, segment_tokens=segment_tokens, reverse=1, has_h0=0,
+                for_backward=0, tolerance=tolerance,
             )  # fmt: skip
-            start = place[5]
-            length = place[6]
-            where = dict(
-                n=0, slot=0, inner=0, last_row=place[0], batch=place[4], start=start,
-                length=length, chunks=window, updates=window, first_slot=0, k_head=place[1],
-                v_head=place[2], v_col=place[3],
+            at = decay.plan_walk(spec.threads, (k, g_cumsum, beta, carries, cu), sizes)
+            walk = state_walk.Walk(
+                True, n=0, slot=0, inner=0, last_row=at.row, batch=at.batch, start=at.start, length=at.length,
+                chunks=at.chunks, updates=at.chunks, first_slot=0, k_head=at.k_head, v_head=at.v_head, v_col=at.v_col,
             )  # fmt: skip
             inputs = (q, k, x, T_inv, g_cumsum, beta, scale)
-            states.run_roles(spec, m, states.Walk(True, **where), *inputs, None, None, None, Ends(inner))
+            state_walk.run_roles(spec, m, walk, *inputs, None, None, None, Ends(inner))
 
     return segment_ends_reverse
 
@@ -459,7 +383,7 @@ def make_reverse(spec: states.Spec):
 def specs(dtype, head_dim_k=128, head_dim_v=128, beta_dtype="float32"):
     """Every Spec that a configuration can ask for."""
     counts = (1,) if V_TILE in (head_dim_k, head_dim_v) else (1, 2)
-    return [states.Spec(dtype, head_dim_k, head_dim_v, beta_dtype, value_warpgroups=n, ends_only=True) for n in counts]
+    return [Spec(dtype, head_dim_k, head_dim_v, beta_dtype, value_warpgroups=n, ends_only=True) for n in counts]
 
 
 def segment_ends(
@@ -480,8 +404,8 @@ def segment_ends(
     device, (K, V, Hv) = k.device, (k.shape[-1], x.shape[-1], x.shape[2])
     names = launch.DTYPE_NAMES
     pairs = launch.num_walks(seqs, split=split) * Hv
-    wgs = launch.num_end_warpgroups(pairs, K, V, archs.num_sms(device), split.segment_chunks)
-    spec = states.Spec(names[k.dtype], K, V, names[beta.dtype], value_warpgroups=wgs, ends_only=True)
+    wgs = launch.num_end_warpgroups(pairs, K, V, archs.num_sms(device), split.segment_chunks, q is not None)
+    spec = Spec(names[k.dtype], K, V, names[beta.dtype], value_warpgroups=wgs, ends_only=True)
     k, x = launch.tma_ready(k), launch.tma_ready(x)
     b_walks = (seqs.flat_tokens - 1) // (split.segment_chunks * C)  # segments that hand something on, at most
     if b_walks == 0 and not for_backward:

@@ -2,17 +2,29 @@
 
 import tilelang.language as T
 
+from .gradient_smem import (
+    BETA,
+    DECAY,
+    END,
+    FACTOR_STAGES,
+    GAMMA,
+    HEAD_STAGES,
+    KEY_COLUMN,
+    KEY_PAIR,
+    QUERY_COLUMN,
+    QUERY_ROW,
+    READ,
+    READ_STATE,
+    READ_U,
+    READ_V,
+    STATE_DOT,
+    Barriers,
+    G,
+    Smem,
+)  # fmt: skip
 from .tiles import dots, pipeline
+from .tiles.gate import LOG2E
 from .tiles.items import ITEM_STAGES, Items, get_info, put_info
-
-HEAD_STAGES = 2  # heads whose T, D and row sums are in flight
-FACTOR_STAGES = 3  # heads whose row factors are
-LOG2E = 1.4426950408889634
-# Slots of the row factors: g in log2 units, β, Γ, e, -β Γ.
-G, BETA, GAMMA, DECAY, READ = range(5)
-# Slots of the row sums. chain: x / e, X·U, X·V. query: q·(dO Sᵀ), row and column sums of dPg ∘ s Q Kᵀ, <S, dS> by warp.
-# key: row sums of D ∘ X Vdᵀ ∘ K Kᵀ, column sums of that times -β.
-END, READ_U, READ_V, READ_STATE, QUERY_ROW, QUERY_COLUMN, STATE_DOT, KEY_PAIR, KEY_COLUMN = range(9)
 
 
 def factors_of(m, slot, kind):
@@ -21,11 +33,9 @@ def factors_of(m, slot, kind):
 
 
 @T.macro
-def load_row_factors(m, b, slot, g_cumsum, beta, lane, batch, left, count, v_head):
+def load_row_factors(m: Smem, b: Barriers, slot, g_cumsum, beta, lane, batch, left, count, v_head):
     """g in log2 units (the last valid row's past the end), β (zero there), Γ, e and -β Γ of one value head."""
-    b_row = T.alloc_var("float32")
-    g_last = T.alloc_var("float32")
-    g_row = T.alloc_var("float32")
+    b_row, g_last, g_row = (T.alloc_var("float32") for _ in range(3))
     token = T.alloc_var("int32")
     g_last = g_cumsum[batch, left + count - 1, v_head] * LOG2E
     for r in T.unroll(2, unroll_factor=1):
@@ -43,7 +53,7 @@ def load_row_factors(m, b, slot, g_cumsum, beta, lane, batch, left, count, v_hea
 
 
 @T.macro
-def finish_rows(m, b, head, scale, unscale, dbeta, dg, lane, batch, left, count, v_head):
+def finish_rows(m: Smem, b: Barriers, head, scale, unscale, dbeta, dg, lane, batch, left, count, v_head):
     """dβ and dg of one value head out of the roles' row sums, and dg's reverse cumsum. Equations: B9 to B11.
 
     Two rows a lane, 32 apart. dPg and s Q Kᵀ both hold s.
@@ -52,11 +62,7 @@ def finish_rows(m, b, head, scale, unscale, dbeta, dg, lane, batch, left, count,
     slot = head % FACTOR_STAGES
     pair = T.alloc_local((2,), "float32")
     row = T.alloc_var("int32")
-    end = T.alloc_var("float32")
-    end_sum = T.alloc_var("float32")
-    last_sum = T.alloc_var("float32")
-    later = T.alloc_var("float32")
-    other = T.alloc_var("float32")
+    end, end_sum, last_sum, later, other = (T.alloc_var("float32") for _ in range(5))
     end_sum = 0.0
     last_sum = 0.0
     for r in tuple(range(2)):
@@ -95,7 +101,7 @@ def finish_rows(m, b, head, scale, unscale, dbeta, dg, lane, batch, left, count,
 
 
 @T.macro
-def row_role(m, b, a: Items, scale, g_cumsum, beta, dbeta, dg):
+def row_role(m: Smem, b: Barriers, a: Items, scale, g_cumsum, beta, dbeta, dg):
     """Loads the row factors up to FACTOR_STAGES heads ahead of the head that it finishes."""
     turn, head, loaded, done = (T.alloc_var("int32") for _ in range(4))
     lane, batch, left, count, v_head = (T.alloc_var("int32") for _ in range(5))

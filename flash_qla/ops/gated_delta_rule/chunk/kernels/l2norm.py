@@ -37,6 +37,18 @@ def specs(dtype: str, head_dim: int, backward: bool) -> list[Spec]:
 
 
 @T.macro
+def _start(spec, bx, tokens, heads):
+    """Returns the CTA's tile and its barrier, and where its rows lie: batch, first token, head."""
+    tile = T.alloc_shared((ROWS, spec.head_dim), spec.dtype)
+    loaded = T.alloc_barrier(1)
+    h = T.truncmod(T.truncdiv(bx, 2), heads)
+    blocks = T.truncdiv(T.truncdiv(bx, 2), heads)
+    first = T.truncmod(blocks, T.ceildiv(tokens, ROWS)) * ROWS
+    b = T.truncdiv(blocks, T.ceildiv(tokens, ROWS))
+    return tile, loaded, b, first, h
+
+
+@T.macro
 def _load_rows(dest, tile, x, b, first, h, loaded):
     """dest[i, j] = x[b, first + i, h, j]; TMA, because run-time strides hide the alignment of 16-byte loads."""
     if T.get_thread_binding() < 32:
@@ -106,12 +118,7 @@ def make(spec: Spec):
         q: source("q"), k: source("k"), yq: output(), yk: output(), rstd_q: rstd(), rstd_k: rstd(), eps: T.float32
     ):
         with T.Kernel(num_ctas, threads=THREADS) as block:
-            tile = T.alloc_shared((ROWS, spec.head_dim), spec.dtype)
-            loaded = T.alloc_barrier(1)
-            h = T.truncmod(T.truncdiv(block, 2), heads)
-            blocks = T.truncdiv(T.truncdiv(block, 2), heads)
-            first = T.truncmod(blocks, T.ceildiv(tokens, ROWS)) * ROWS
-            b = T.truncdiv(blocks, T.ceildiv(tokens, ROWS))
+            tile, loaded, b, first, h = _start(spec, block, tokens, heads)
             if block % 2 == 0:
                 _normalize(spec, q, yq, rstd_q, tile, loaded, b, first, h, tokens, eps)
             else:
@@ -123,12 +130,7 @@ def make(spec: Spec):
         rstd_q: rstd(), rstd_k: rstd(),
     ):  # fmt: skip
         with T.Kernel(num_ctas, threads=THREADS) as block:
-            tile = T.alloc_shared((ROWS, spec.head_dim), spec.dtype)
-            loaded = T.alloc_barrier(1)
-            h = T.truncmod(T.truncdiv(block, 2), heads)
-            blocks = T.truncdiv(T.truncdiv(block, 2), heads)
-            first = T.truncmod(blocks, T.ceildiv(tokens, ROWS)) * ROWS
-            b = T.truncdiv(blocks, T.ceildiv(tokens, ROWS))
+            tile, loaded, b, first, h = _start(spec, block, tokens, heads)
             if block % 2 == 0:
                 _differentiate(spec, dq, dyq, yq, rstd_q, tile, loaded, b, first, h)
             else:

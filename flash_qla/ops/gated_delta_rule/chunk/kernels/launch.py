@@ -31,6 +31,11 @@ def placeholder(device: torch.device, dtype: torch.dtype, *trailing: int) -> tor
     return torch.empty((0, *trailing), device=device, dtype=dtype)
 
 
+def present(x: torch.Tensor | None, device: torch.device, dtype: torch.dtype, *trailing: int) -> torch.Tensor:
+    """Returns x, or where it is None a `placeholder` for it."""
+    return placeholder(device, dtype, *trailing) if x is None else x
+
+
 def cu_arguments(seqs: Sequences, device: torch.device) -> tuple[torch.Tensor, int, int]:
     """Returns (cu, cu_step, seq_len) as `tiles/program.py` reads them. No launch and no device read.
 
@@ -148,9 +153,14 @@ SCAN_COLUMNS = 32
 # measured on an H200: 64 pairs with 16 chunks and 32 with 8 gain 18 to 24 %, 88 with 12 and 128 with 32 lose 4 to 9 %.
 NARROW_ENDS_PAIRS = 44
 NARROW_ENDS_PAIRS_PER_CHUNK = 2
+# The reverse walk has no transitions: up to so many pairs a multiprocessor the CTAs of the heads that carry, a quarter,
+# still run at once, and each takes 0.74 as long (H200: 64 to 128 pairs with 16 to 64 chunks; 264 in whole passes).
+NARROW_REVERSE_ENDS_PAIRS_PER_SM = 2
 
 
-def num_end_warpgroups(num_pairs: int, head_dim_k: int, head_dim_v: int, num_sms: int, segment_chunks: int) -> int:
+def num_end_warpgroups(
+    num_pairs: int, head_dim_k: int, head_dim_v: int, num_sms: int, segment_chunks: int, reverse: bool = False
+) -> int:
     """Returns 64-column slices per CTA of segment_ends: of V, and of K where it walks transitions.
 
     Args:
@@ -158,8 +168,11 @@ def num_end_warpgroups(num_pairs: int, head_dim_k: int, head_dim_v: int, num_sms
         head_dim_k, head_dim_v: native head sizes.
         num_sms: multiprocessors of the device.
         segment_chunks: chunks of a segment.
+        reverse: of the reverse walk.
     """
     if min(head_dim_k, head_dim_v) < 128:
         return 1
+    if reverse:
+        return 1 if num_pairs <= NARROW_REVERSE_ENDS_PAIRS_PER_SM * num_sms else 2
     most = NARROW_ENDS_PAIRS + NARROW_ENDS_PAIRS_PER_CHUNK * segment_chunks
     return 1 if 132 * num_pairs <= most * num_sms else 2

@@ -31,17 +31,18 @@ from flash_qla import arch as archs
 from ..constants import CHUNK_SIZE as C
 from ..sequences import Sequences
 from ..split import SegmentStates, Split
-from . import launch, states
-from .build import build
-from .ends import HALVES, M_DTYPE, ROWS, segment_ends
+from . import launch
+from .build import BARE_PASS_CONFIGS, build
+from .ends import HALVES, M_DTYPE, segment_ends
 from .tiles import layouts, pipeline, program, state
+from .tiles.pipeline import ROWS
 
 FORWARD, REVERSE = 0, 1
 RING = 5  # halves of transitions
 SCAN_COLUMNS = launch.SCAN_COLUMNS
 PRODUCT_BARRIER = 15  # named barrier of the product role
 FLAGS = 32  # segments whose carry flags a register holds
-PASS_CONFIGS = states.PASS_CONFIGS
+PASS_CONFIGS = BARE_PASS_CONFIGS
 
 
 @dataclass(frozen=True)
@@ -238,7 +239,7 @@ def multiply(chain: Chain, m: ScanSmem, outer, inner, carries, has_start, K):
                         policy=ROWS,
                     )  # fmt: skip
             T.wait_wgmma(0)
-            T.warpgroup_fence_operand(S, num_regs=64 * SCAN_COLUMNS // 128)
+            pipeline.settle(S)
             for half in tuple(range(HALVES)):
                 pipeline.arrive(m.freed, (used * HALVES + half) % RING)
             used = used + 1
@@ -297,22 +298,16 @@ def make_scan(spec: ScanSpec):
     K, V = spec.head_dim_k, spec.head_dim_v
     v_tiles = V // SCAN_COLUMNS
     num_v_heads = T.dynamic("num_v_heads")
-    cu_len, slots, m_slots = T.dynamic("cu_len slots m_slots")
+    slots, m_slots = T.dynamic("slots m_slots")
 
     @T.prim_func
     def segment_scan(
-        outer: state.strided_state("outer", spec.state_dtype, K, V),
-        cu: T.Tensor((cu_len,), "int32"),
+        outer: state.strided_state("outer", spec.state_dtype, K, V), cu: program.cu_seqlens(),
         inner: T.Tensor((slots, num_v_heads, V, K), "float32"),
         transitions: T.Tensor((m_slots, num_v_heads, HALVES, K, K), M_DTYPE),
-        carries: T.Tensor((m_slots, num_v_heads, 2), "int32"),
-        num_seqs: T.int32,
-        cu_step: T.int32,
-        seq_len: T.int32,
-        flat_tokens: T.int32,
-        segment_tokens: T.int32,
-        reverse: T.int32,
-    ):
+        carries: T.Tensor((m_slots, num_v_heads, 2), "int32"), num_seqs: T.int32, cu_step: T.int32, seq_len: T.int32,
+        flat_tokens: T.int32, segment_tokens: T.int32, reverse: T.int32,
+    ):  # fmt: skip
         with T.Kernel(num_seqs * num_v_heads * v_tiles, threads=3 * K + 32) as (block,):
             T.import_source(SCAN_SOURCE)
             warps = 2 * K // 32
@@ -355,7 +350,7 @@ def segment_scan(inner, transitions, carries, outer, seqs: Sequences, split: Spl
         outer: h0, reverse dht: logical states `[N, Hv, K, V]` or None for zeros.
     """
     device, (_, Hv, V, K) = inner.device, inner.shape
-    outer = launch.placeholder(device, torch.float32, Hv, K, V) if outer is None else outer
+    outer = launch.present(outer, device, torch.float32, Hv, K, V)
     cu, cu_step, seq_len = launch.cu_arguments(seqs, device)
     build(make_scan, ScanSpec(launch.DTYPE_NAMES[outer.dtype], K, V), archs.of_device(device))(
         outer, cu, inner, transitions, carries, seqs.num_seqs, cu_step, seq_len, seqs.flat_tokens,

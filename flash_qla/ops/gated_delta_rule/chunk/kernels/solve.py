@@ -65,9 +65,8 @@ THREADS = 32 * (WARPS + 1)
 WARPGROUP_BARRIER = 1
 CTAS = {1: 3, 2: 2, 4: 2}  # products -> CTAs a multiprocessor
 KEY_SLOTS = {1: 1, 2: 2, 4: 2}  # products -> slots of k; for two products a third CTA is worth less than a second slot
-BATCH, START, ROWS, FIRST_HEAD, HEADS, PRODUCTS, LEFT = range(
-    7
-)  # a task's words; LEFT: first_head's place in its group
+# A task's words; LEFT: first_head's place in its group.
+BATCH, START, ROWS, FIRST_HEAD, HEADS, PRODUCTS, LEFT = range(7)
 TASK = 8
 WORDS = CHUNK_SIZE // 2  # T's rows, as 32-bit words
 HALF_CHUNK, HALF_TILE = CHUNK_SIZE // 2, CHUNK_SIZE // 2 * WORDS
@@ -158,9 +157,6 @@ def allocate(spec: Spec) -> Smem:
         ready=T.alloc_barrier([1]),
         free=T.alloc_barrier([WARPS]),
     )
-
-
-# ---- the load warp
 
 
 @T.macro
@@ -259,9 +255,6 @@ def load_role(spec: Spec, m: Smem, problem: Problem, tasks: Tasks):
     publish(m, (0, 0, 0), count)
 
 
-# ---- the warps that invert
-
-
 @T.macro
 def make_keys(spec: Spec, m: Smem, number, used: T.Ref, rows):
     """keys[number] = K Kᵀ of the next tile, rows past the chunk's end zero."""
@@ -275,7 +268,7 @@ def make_keys(spec: Spec, m: Smem, number, used: T.Ref, rows):
         T.sync_threads(WARPGROUP_BARRIER, 32 * WARPS)
     T.wgmma_gemm(m.k[slot, :, :], m.k[slot, :, :], product, transpose_B=True, clear_accum=True)
     T.wait_wgmma(0)
-    T.warpgroup_fence_operand(product, num_regs=CHUNK_SIZE * CHUNK_SIZE // 128)
+    pipeline.settle(product)
     pipeline.arrive(m.k_free, slot)
     for i, j in T.Parallel(CHUNK_SIZE, CHUNK_SIZE):
         if j // 16 <= i // 16:

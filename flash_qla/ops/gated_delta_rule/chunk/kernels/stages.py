@@ -10,7 +10,6 @@ from ..constants import CHUNK_SIZE
 from ..sequences import Sequences
 from ..split import SegmentStates, Split
 from . import fused_fwd as _fused_fwd
-from . import fused_walks as _fused_walks  # noqa: F401 (registers the persistent form)
 from . import gradients as _gradients
 from . import l2norm as _l2norm
 from . import segments as _segments

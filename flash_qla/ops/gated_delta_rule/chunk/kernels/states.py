@@ -1,61 +1,11 @@
 """The backward's two recurrences in one launch: the state entering, and the state cotangent leaving, every chunk.
 
-Equations F3 to F5 and F8 (forward walk), B1, B2 and B4 (reverse walk), with the state held transposed in registers.
-Everything of a chunk that does not depend on the state is folded into operand tiles by a warpgroup that runs ahead:
-
-    forward   acc^T = V^T (T beta)^T + S^T w^T   w = -(T beta Gamma) K      S^T <- e^gC S^T + (acc e)^T K
-    reverse   acc^T = dO^T B1 + dS^T w^T         w = T^T e K        B1 = P T
-              dS^T <- e^gC dS^T + dO^T (s Gamma Q) - (acc^T beta Gamma) K
-
-so the serial chain of a chunk is two products and two roundings; acc is Vd (forward) or X (reverse). Emulated
-against float64 the error is that of the unfolded chain (3.7e-3 against 3.5e-3 without decay, equal with decay).
-Every exponent is <= 0 by construction (as gates are) or selected away. The last step of the forward walk, and of the
-reverse one when nobody wants dh0, only stores the state. `stage_state` and `store_role` alone decide what is stored.
-Where sequences are split into segments, each segment is a walk from its own start. `segments.py` walks with the same
-roles for the ends alone (`Spec.ends_only`).
-
-(Longer than a kernel file should be: one set of roles serves four walks.)
+Roles, barriers and shared memory: state_walk.py. Where sequences are split into segments, each segment is a walk from
+its own start.
 
 Grid: x = 2 * slots * Hv * V tiles CTAs, the reverse walks (the longer ones) first, the V tile innermost; slots: of
 segments, or the sequences.
-
-Roles (W value warpgroups, 64 rows of the transposed state each):
-    role        threads     registers (W = 1, 2)   computes
-    load        warp 0      40, 32                 TMA of K, Q (reverse), V or dO, T
-    store       warps 1..W  40, 32                 TMA of the rounded states
-    gate        warp 3      40, 32                 row factors, a ring ahead
-    operands    256, 128    128, 128               w, B1 (forward: T beta); zeroes the rows past the sequence's end
-    value       128 W       216, 176               the recurrence
-
-One operands warpgroup cannot keep up with a single value warpgroup: two take chunks by turns. Two value warpgroups take
-turns on the tensor cores (S w^T and Q's product, then K's): side by side they would wait and work at the same times.
-
-Barriers (arrivals count warps; rings of `STAGES`, `X_SLOTS`, `W_SLOTS`; `loaded`, `decayed`: `Spec.ring`):
-    name        signalled by        waited by        guards
-    loaded      load (TMA bytes)    operands         k, q, t (value sees them through b1_ready)
-    x_loaded    load (TMA bytes)    value            x (operands too, at a sequence's end)
-    decayed     gate                operands         row factors (value sees them through b1_ready)
-    b1_ready    operands            value            t (now B1 or T beta), zeroed rows, row factors
-    w_ready     operands            value            w
-    w_free      value               operands         w
-    x_free      value               load             x
-    freed       value               load, gate       k, q, t, row factors
-    staged      value w             store w          out[w]
-    sent        store w             value w          out[w]
-
-Row factors: t_factor and x_factor are 16 bits and multiply 16-bit operands in pairs (x_factor beside float16
-and acc_factor: fp32).
-    factor       forward              reverse
-    t_factor     -beta Gamma, of T    e, of T^T
-    x_factor     beta, of T           s Gamma, of dO
-    acc_factor   e                    -beta Gamma
-
-ptxas (13.0) puts waits into the forward walk when the value role is the last branch of the kernel: it comes first.
-
-Shared memory, K = V = 128: a stage is k 16 + q 16 + t 8 KB + 1 KB of row factors (3); x 8 W (2); w 16 (2); out 16 W.
 """
-
-from dataclasses import dataclass
 
 import tilelang.language as T
 import torch
@@ -65,89 +15,11 @@ from flash_qla import arch as archs
 from ..constants import CHUNK_SIZE as C
 from ..sequences import Sequences
 from . import launch
-from .build import build
-from .tiles import fragments, layouts, pairs, pipeline, program, rows, state
+from .build import BARE_PASS_CONFIGS, build
+from .state_walk import V_TILE, Spec, Walk, allocate, run_roles, sources
+from .tiles import program
 
-V_TILE = 64
-STAGES = 3
-X_SLOTS = 2
-W_SLOTS = 2
-PREFETCH_CHUNKS = 2
-LOG2E = 1.4426950408889634
-REGISTERS = {1: (40, 128, 216), 2: (32, 128, 176)}  # load, operands, value; by value warpgroups
-FIRST_VALUE_THREAD = 256
-ROWS = T.GemmWarpPolicy.FullRow  # 64 rows for each value warpgroup
-OPERANDS_BARRIER = 15  # named barrier inside the first operands warpgroup, 14: the second
-TURN_BARRIER = 9  # and 10: the value warpgroups' turns
-PASS_CONFIGS = {
-    "tl.disable_warp_specialized": True,
-    "tl.disable_shared_memory_reuse": True,
-    "tl.disable_thread_storage_sync": True,
-    "tl.enable_fast_math": True,
-    "tl.disable_safe_memory_legalize": True,  # indices are in bounds by construction (tiles/program.py clamps)
-    "tl.disable_buffer_init_check": True,  # it does not see the writes of `fragments`
-}
-
-
-def sources(dtype: str) -> str:
-    """The CUDA functions that the roles call."""
-    parts = (
-        fragments.LEAN_SOURCE,
-        fragments.COLUMNS_SOURCE,
-        fragments.STORE_SOURCE,
-        fragments.READ_SOURCE,
-        rows.SOURCE,
-    )
-    return "".join(parts) + pipeline.TURN_SOURCE + pairs.source(dtype)
-
-
-@dataclass(frozen=True)
-class Spec:
-    """Compile key.
-
-    Attributes:
-        dtype: of q, k, v, do, T_inv and the stored states.
-        head_dim_k, head_dim_v: 64 or 128.
-        beta_dtype, h0_dtype, dht_dtype: of those tensors (dh0 has h0's).
-        value_warpgroups: 64-row slices of the transposed state per CTA.
-        ends_only: walk backwards from zero for the cotangent at the end, and store no other (`ends.py`).
-    """
-
-    dtype: str
-    head_dim_k: int = 128
-    head_dim_v: int = 128
-    beta_dtype: str = "float32"
-    h0_dtype: str = "float32"
-    dht_dtype: str = "float32"
-    value_warpgroups: int = 2
-    ends_only: bool = False
-
-    @property
-    def operands_warpgroups(self) -> int:
-        """They take chunks by turns. The register file has room for two beside one value warpgroup."""
-        return 2 if self.value_warpgroups == 1 else 1
-
-    @property
-    def ring(self) -> int:
-        """Barriers of `loaded` and `decayed`: an operands warpgroup sees every phase of those that it waits for."""
-        return STAGES * self.operands_warpgroups
-
-    @property
-    def x_factor_dtype(self) -> str:
-        """s Gamma alone, without dO, would leave float16's range early."""
-        return "float32" if self.dtype == "float16" else self.dtype
-
-    @property
-    def threads(self) -> int:
-        return 128 * (1 + self.operands_warpgroups + self.value_warpgroups)
-
-    @property
-    def width(self) -> int:
-        return V_TILE * self.value_warpgroups
-
-    @property
-    def v_tiles(self) -> int:
-        return self.head_dim_v // (V_TILE * self.value_warpgroups)
+PASS_CONFIGS = BARE_PASS_CONFIGS
 
 
 def specs(dtype, head_dim_k=128, head_dim_v=128, beta_dtype="float32", h0_dtype="float32", dht_dtype="float32"):
@@ -156,443 +28,21 @@ def specs(dtype, head_dim_k=128, head_dim_v=128, beta_dtype="float32", h0_dtype=
     return [Spec(dtype, head_dim_k, head_dim_v, beta_dtype, h0_dtype, dht_dtype, n) for n in counts]
 
 
-@dataclass
-class Smem:
-    """Shared memory and barriers of a CTA; rings have a leading stage or slot."""
-
-    k: object
-    q: object
-    t: object
-    x: object
-    w: object
-    out: object
-    g: object
-    g_scaled: object
-    t_factor: object
-    x_factor: object
-    acc_factor: object
-    total: object
-    loaded: object
-    x_loaded: object
-    decayed: object
-    b1_ready: object
-    w_ready: object
-    w_free: object
-    x_free: object
-    freed: object
-    staged: object
-    sent: object
-
-
-@dataclass
-class Walk:
-    """Where a CTA walks, and which way.
-
-    Attributes:
-        n, slot: the sequence, the segment's slot.
-        inner: 0 where the walk starts at the sequence's own end, else it starts from its slot's state.
-        last_row: row of the last state: n where the walk reaches the sequence's other end, out of range elsewhere.
-        updates: chunks whose update of the state anybody needs.
-    """
-
-    reverse: bool
-    n: object
-    slot: object
-    inner: object
-    last_row: object
-    batch: object
-    start: object
-    length: object
-    chunks: object
-    updates: object
-    first_slot: object
-    k_head: object
-    v_head: object
-    v_col: object
-
-    def chunk(self, step):
-        return self.chunks - 1 - step if self.reverse else step
-
-
-@T.macro
-def prefetch_gates(walk: Walk, i, g_cumsum, beta):
-    """Brings the gates and betas of step i closer: their loads' latency would be the gate warp's time per chunk."""
-    for half in T.unroll(2, unroll_factor=1):
-        row = walk.chunk(i) * C + T.get_thread_binding() % 32 + 32 * half
-        row = walk.start + T.max(T.min(row, walk.length - 1), 0)
-        rows.prefetch(g_cumsum[walk.batch, row, walk.v_head])
-        rows.prefetch(beta[walk.batch, row, walk.v_head])
-
-
-@T.macro
-def load_role(spec: Spec, m: Smem, walk: Walk, q, k, x, T_inv, g_cumsum, beta):
-    K = spec.head_dim_k
-    for i in T.serial(walk.updates):
-        stage = i % STAGES
-        slot = i % X_SLOTS
-        left = walk.start + walk.chunk(i) * C
-        right = left + C
-        T.barrier_wait(m.freed[stage], (i // STAGES + 1) % 2)
-        T.tma_copy(k[walk.batch, left:right, walk.k_head, 0:K], m.k[stage, :, :], barrier=m.loaded[i % spec.ring])
-        if walk.reverse:
-            T.tma_copy(q[walk.batch, left:right, walk.k_head, 0:K], m.q[stage, :, :], barrier=m.loaded[i % spec.ring])
-        T.tma_copy(T_inv[walk.batch, left:right, walk.v_head, 0:C], m.t[stage, :, :], barrier=m.loaded[i % spec.ring])
-        if T.shuffle_elect(32):
-            T.barrier_arrive(m.loaded[i % spec.ring])
-        prefetch_gates(walk, i + PREFETCH_CHUNKS, g_cumsum, beta)
-        T.barrier_wait(m.x_free[slot], (i // X_SLOTS + 1) % 2)
-        T.tma_copy(
-            x[walk.batch, left:right, walk.v_head, walk.v_col : walk.v_col + spec.width],
-            m.x[slot, :, :],
-            barrier=m.x_loaded[slot],
-        )
-        if T.shuffle_elect(32):
-            T.barrier_arrive(m.x_loaded[slot])
-
-
-@T.macro
-def store_role(spec: Spec, m: Smem, walk: Walk, w, states):
-    v_col = walk.v_col + w * V_TILE
-    for i in T.serial(walk.chunks):
-        T.barrier_wait(m.staged[w], i % 2)
-        T.copy(
-            m.out[w, :, :],
-            states[walk.first_slot + walk.chunk(i), walk.v_head, v_col : v_col + V_TILE, 0 : spec.head_dim_k],
-        )
-        pipeline.arrive(m.sent, w)
-
-
-@T.macro
-def gate_role(spec: Spec, m: Smem, walk: Walk, g_cumsum, beta, scale):
-    """Two tokens a lane, loads before the wait. Past the end: the last token's g, beta 0."""
-    lane = T.get_thread_binding() % 32
-    g_last = T.alloc_var("float32")
-    g = T.alloc_local((2,), "float32")
-    b = T.alloc_local((2,), "float32")
-    for i in T.serial(walk.updates):
-        stage = i % STAGES
-        left = walk.start + walk.chunk(i) * C
-        last = T.min(walk.length - walk.chunk(i) * C, C) - 1
-        g_last = g_cumsum[walk.batch, left + last, walk.v_head] * LOG2E
-        for half in T.unroll(2):
-            g[half] = g_cumsum[walk.batch, left + T.min(lane + 32 * half, last), walk.v_head] * LOG2E
-            b[half] = T.if_then_else(
-                lane + 32 * half <= last,
-                T.cast(beta[walk.batch, left + T.min(lane + 32 * half, last), walk.v_head], "float32"),
-                0.0,
-            )
-        T.barrier_wait(m.freed[stage], (i // STAGES + 1) % 2)
-        for half in T.unroll(2):
-            row = lane + 32 * half
-            if walk.reverse:
-                m.g[stage, row] = g[half]
-                m.g_scaled[stage, row] = g[half] + T.log2(T.abs(scale))
-                m.t_factor[stage, row] = T.exp2(g_last - g[half])
-                m.x_factor[stage, row] = scale * T.exp2(g[half])
-                m.acc_factor[stage, row] = -b[half] * T.exp2(g[half])
-            else:
-                m.t_factor[stage, row] = -b[half] * T.exp2(g[half])
-                m.x_factor[stage, row] = b[half]
-                m.acc_factor[stage, row] = T.exp2(g_last - g[half])
-        if lane == 0:
-            m.total[stage] = T.exp2(g_last)
-        pipeline.arrive(m.decayed, i % spec.ring)
-
-
-@T.macro
-def zero_past_end(spec: Spec, m: Smem, walk: Walk, i, valid, barrier):
-    """For the calling operands warpgroup, and through `b1_ready` for the value warpgroups."""
-    stage = i % STAGES
-    slot = i % X_SLOTS
-    rows.zero_stage_from(m.k, stage, valid, spec.head_dim_k)
-    rows.zero_stage_from(m.t, stage, valid, C)
-    if walk.reverse:
-        rows.zero_stage_from(m.q, stage, valid, spec.head_dim_k)
-    T.barrier_wait(m.x_loaded[slot], (i // X_SLOTS) % 2)
-    rows.zero_stage_from(m.x, slot, valid, spec.width)
-    T.fence_proxy_async()
-    T.sync_threads(barrier, 128)
-
-
-@T.macro
-def forward_products(spec: Spec, m: Smem, stage, barrier, T_op, B1_op, acc, P):
-    """Issues w's products; T beta takes T's place. T_op = -T beta Gamma is w's left operand."""
-    fragments.load_tile_unfenced(T_op, m.t, stage)
-    for i, j in T.Parallel(C, C):
-        B1_op[i, j] = T_op[i, j] * m.x_factor[stage, j]
-    for i, j in T.Parallel(C, C):
-        T_op[i, j] = T_op[i, j] * m.t_factor[stage, j]
-    T.wgmma_gemm(T_op, m.k[stage, :, 0:64], acc, clear_accum=True)
-    if spec.head_dim_k > 64:
-        T.wgmma_gemm(T_op, m.k[stage, :, 64:128], P, clear_accum=True)
-    T.sync_threads(barrier, 128)  # every warp has read T
-    fragments.store_tile_unfenced(m.t, stage, B1_op)
-    pipeline.publish(m.b1_ready, stage)
-
-
-@T.macro
-def reverse_products(spec: Spec, m: Smem, stage, negate, T_op, B1_op, acc, P):
-    """Issues Q K^T, w's first product (T_op = T^T e is its left operand) and P T."""
-    T.wgmma_gemm(m.q[stage, :, :], m.k[stage, :, :], P, transpose_B=True, clear_accum=True)
-    fragments.load_tile_transposed(T_op, m.t, stage)
-    for t, i in T.Parallel(C, C):
-        T_op[t, i] = T_op[t, i] * m.t_factor[stage, i]
-    T.wgmma_gemm(T_op, m.k[stage, :, 0:64], acc, clear_accum=True)
-    T.wait_wgmma(1)
-    T.warpgroup_fence_operand(P, num_regs=C * C // 128)
-    pairs.gate_pairs(B1_op, P, m.g_scaled, m.g, stage, negate)
-    T.wgmma_gemm(B1_op, m.t[stage, :, :], P, clear_accum=True)
-
-
-@T.macro
-def operands_role(spec: Spec, m: Smem, walk: Walk, first, scale):
-    """Every operands warpgroup's own chunks, from step `first` on."""
-    T_op = T.alloc_fragment((C, C), spec.dtype)
-    B1_op = T.alloc_fragment((C, C), spec.dtype)
-    acc = T.alloc_fragment((C, C), "float32")
-    P = T.alloc_fragment((C, C), "float32")
-    wide = spec.head_dim_k > 64
-    barrier = OPERANDS_BARRIER - first
-    turns = spec.operands_warpgroups
-    for turn in T.serial((walk.updates - first + turns - 1) // turns):
-        i = turn * turns + first
-        stage = i % STAGES
-        slot = i % W_SLOTS
-        T.barrier_wait(m.loaded[i % spec.ring], (i // spec.ring) % 2)
-        T.barrier_wait(m.decayed[i % spec.ring], (i // spec.ring) % 2)
-        valid = walk.length - walk.chunk(i) * C
-        if valid < C:
-            zero_past_end(spec, m, walk, i, valid, barrier)
-        if walk.reverse:
-            reverse_products(spec, m, stage, T.cast(scale < 0.0, "int32"), T_op, B1_op, acc, P)
-        else:
-            forward_products(spec, m, stage, barrier, T_op, B1_op, acc, P)
-        T.barrier_wait(m.w_free[slot], (i // W_SLOTS + 1) % 2)
-        T.wait_wgmma(1 if walk.reverse or wide else 0)
-        T.warpgroup_fence_operand(acc, num_regs=C * C // 128)
-        pairs.store_rounded(m.w, slot, acc)
-        if walk.reverse:
-            if wide:
-                T.wgmma_gemm(T_op, m.k[stage, :, 64:128], acc, clear_accum=True)
-            T.wait_wgmma(1 if wide else 0)
-            T.warpgroup_fence_operand(P, num_regs=C * C // 128)
-            T.sync_threads(barrier, 128)  # every warp is done with T
-            pairs.store_rounded(m.t, stage, P)
-            pipeline.publish(m.b1_ready, stage)
-        if wide:
-            T.wait_wgmma(0)
-            if walk.reverse:
-                T.warpgroup_fence_operand(acc, num_regs=C * C // 128)
-                pairs.store_rounded(m.w, slot, acc, 64)
-            else:
-                T.warpgroup_fence_operand(P, num_regs=C * C // 128)
-                pairs.store_rounded(m.w, slot, P, 64)
-        pipeline.publish(m.w_ready, slot)
-
-
-def warpgroup():
-    """Number of this thread's value warpgroup."""
-    return (T.get_thread_binding() - FIRST_VALUE_THREAD) // 128
-
-
-@T.macro
-def stage_state(spec: Spec, m: Smem, i, S_op):
-    """Writes the rounded state of step i for the store warp; `publish` follows when the writes have landed."""
-    T.barrier_wait(m.sent[warpgroup()], (i + 1) % 2)
-    for part in tuple(range(spec.head_dim_k // 64)):
-        fragments.store_ring_columns(m.out, warpgroup(), S_op, part)
-
-
-@T.macro
-def start_chunk(spec: Spec, m: Smem, walk: Walk, i, acc):
-    """Issues acc = x^T B1 of step i (forward: V^T (T beta)^T): needs no state."""
-    stage = i % STAGES
-    slot = i % X_SLOTS
-    T.barrier_wait(m.x_loaded[slot], (i // X_SLOTS) % 2)
-    T.barrier_wait(m.b1_ready[stage], (i // STAGES) % 2)  # which waited for loaded and decayed
-    T.wgmma_gemm(
-        m.x[slot, :, :], m.t[stage, :, :], acc, transpose_A=True, transpose_B=not walk.reverse, clear_accum=True,
-        policy=ROWS,
-    )  # fmt: skip
-
-
-def load_x(spec: Spec, m: Smem, slot, x_op):
-    """Call expression: x_op = this warpgroup's 64 columns of x, transposed."""
-    tile = m.x.access_ptr("r", offset=slot * (C * spec.width) + warpgroup() * V_TILE)
-    return T.call_extern("void", "flash_qla::load_transposed", x_op.access_ptr("w"), tile)
-
-
-@T.macro
-def value_role(spec: Spec, m: Smem, walk: Walk, first_state, starts, last_state):
-    """The recurrence of the CTA's rows of the transposed state, from its start to last_state (None: not kept).
-
-    first_state, starts: where the walk starts; with ends only nobody reads them, and last_state is an `Ends`.
-    """
-    K, width, v_col = spec.head_dim_k, spec.width, walk.v_col
-    S = T.alloc_fragment((width, K), "float32")
-    S_op = T.alloc_fragment((width, K), spec.dtype)
-    x_op = T.alloc_fragment((width, C), spec.dtype)
-    acc = T.alloc_fragment((width, C), "float32")
-    acc_op = T.alloc_fragment((width, C), spec.dtype)
-    total = T.alloc_var("float32")
-    if spec.ends_only:
-        T.fill(S, 0.0)
-    else:
-        state.load_start(S, first_state, starts, walk.n, walk.slot, walk.inner, walk.v_head, v_col, width, K)
-    T.warpgroup_fence_operand(S, num_regs=V_TILE * K // 128)  # keeps S in one place: bf16 states spilled without
-    if walk.updates > 0:
-        start_chunk(spec, m, walk, 0, acc)
-    if spec.value_warpgroups == 2:
-        pipeline.give_turn(TURN_BARRIER, warpgroup() == 1 and walk.updates > 0)
-    for i in T.serial(walk.updates):
-        stage = i % STAGES
-        T.copy(S, S_op)
-        T.barrier_wait(m.w_ready[i % W_SLOTS], (i // W_SLOTS) % 2)
-        if spec.value_warpgroups == 2:
-            pipeline.await_turn(TURN_BARRIER + warpgroup())
-        T.wgmma_gemm(S_op, m.w[i % W_SLOTS, :, :], acc, transpose_B=True, policy=ROWS)
-        total = m.total[stage]
-        for jv, jk in T.Parallel(width, K):
-            S[jv, jk] *= total
-        if walk.reverse:
-            T.wait_wgmma(1)  # long over; without it ptxas serialises (C7514)
-            load_x(spec, m, i % X_SLOTS, x_op)
-            for jv, j in T.Parallel(width, C):
-                x_op[jv, j] = x_op[jv, j] * m.x_factor[stage, j]
-            T.wgmma_gemm(x_op, m.q[stage, :, :], S, policy=ROWS)
-        if not spec.ends_only:
-            stage_state(spec, m, i, S_op)
-        T.wait_wgmma(1 if walk.reverse else 0)
-        T.warpgroup_fence_operand(acc, num_regs=V_TILE * C // 128)
-        pipeline.arrive(m.w_free, i % W_SLOTS)
-        pipeline.arrive(m.x_free, i % X_SLOTS)  # x_op is in use: its ldmatrix is over
-        for jv, j in T.Parallel(width, C):
-            acc_op[jv, j] = acc[jv, j] * m.acc_factor[stage, j]
-        T.wgmma_gemm(acc_op, m.k[stage, :, :], S, policy=ROWS)
-        if spec.value_warpgroups == 2:  # the second warpgroup gives the last turn to nobody
-            pipeline.give_turn(TURN_BARRIER + 1 - warpgroup(), warpgroup() == 0 or i + 1 < walk.updates)
-        if not spec.ends_only:
-            pipeline.publish(m.staged, warpgroup())
-        # The last step starts its own chunk once more: nobody reads the result, and no branch cuts the pipeline.
-        start_chunk(spec, m, walk, T.min(i + 1, walk.updates - 1), acc)
-        T.wait_wgmma(1)
-        T.warpgroup_fence_operand(S, num_regs=V_TILE * K // 128)
-        pipeline.arrive(m.freed, stage)
-    T.wait_wgmma(0)
-    if spec.ends_only:
-        last_state.store(S, S_op, walk, v_col, width, K)
-    else:
-        if walk.updates < walk.chunks:
-            T.copy(S, S_op)
-            stage_state(spec, m, walk.updates, S_op)
-            pipeline.publish(m.staged, warpgroup())
-        if last_state is not None:
-            state.store_transposed(
-                last_state, S, last_state.shape[0], walk.last_row, walk.v_head, v_col, width, K, spec.h0_dtype
-            )
-
-
-def allocate(spec: Spec) -> Smem:
-    """Allocates a CTA's shared memory, annotates its swizzles and makes the barriers."""
-    wgs, ring, K = spec.value_warpgroups, (STAGES, C), spec.head_dim_k
-    warps = pipeline.WARPS_PER_WARPGROUP
-    m = Smem(
-        k=T.alloc_shared((*ring, K), spec.dtype),
-        q=T.alloc_shared((*ring, K), spec.dtype),
-        t=T.alloc_shared((*ring, C), spec.dtype),
-        x=T.alloc_shared((X_SLOTS, C, spec.width), spec.dtype),
-        w=T.alloc_shared((W_SLOTS, C, K), spec.dtype),
-        out=T.alloc_shared((wgs, V_TILE, K), spec.dtype),
-        g=T.alloc_shared(ring, "float32"),
-        g_scaled=T.alloc_shared(ring, "float32"),
-        t_factor=T.alloc_shared(ring, spec.dtype),
-        x_factor=T.alloc_shared(ring, spec.x_factor_dtype),
-        acc_factor=T.alloc_shared(ring, "float32"),
-        total=T.alloc_shared((STAGES,), "float32"),
-        loaded=T.alloc_barrier([1] * spec.ring),
-        x_loaded=T.alloc_barrier([1] * X_SLOTS),
-        decayed=T.alloc_barrier([1] * spec.ring),
-        b1_ready=T.alloc_barrier([warps] * STAGES),
-        w_ready=T.alloc_barrier([warps] * W_SLOTS),
-        w_free=T.alloc_barrier([warps * wgs] * W_SLOTS),
-        x_free=T.alloc_barrier([warps * wgs] * X_SLOTS),
-        freed=T.alloc_barrier([warps * wgs] * STAGES),
-        staged=T.alloc_barrier([warps] * wgs),
-        sent=T.alloc_barrier([1] * wgs),
-    )
-    T.annotate_layout(layouts.swizzled(m.x, m.out))
-    return m
-
-
-@T.macro
-def run_roles(
-    spec: Spec, m: Smem, walk: Walk, q, k, x, T_inv, g_cumsum, beta, scale, states, first_state, starts, last_state
-):  # fmt: skip
-    """One direction. The register budget is per role, so both directions share it."""
-    load_regs, operands_regs, value_regs = REGISTERS[spec.value_warpgroups]
-    at_launch = 65536 // spec.threads // 8 * 8
-    first_second = FIRST_VALUE_THREAD + 128 * spec.value_warpgroups  # of a second operands warpgroup
-    tx = T.get_thread_binding()
-    if tx >= FIRST_VALUE_THREAD:
-        if tx < first_second:
-            T.set_max_nreg(value_regs, 1)
-            value_role(spec, m, walk, first_state, starts, last_state)
-        else:
-            if spec.operands_warpgroups == 2:
-                T.set_max_nreg(operands_regs, 0)
-                operands_role(spec, m, walk, 1, scale)
-    elif tx >= 128:
-        T.set_max_nreg(operands_regs, 1 if operands_regs > at_launch else 0)
-        operands_role(spec, m, walk, 0, scale)
-    else:
-        T.set_max_nreg(load_regs, 0)
-        if tx < 32:
-            load_role(spec, m, walk, q, k, x, T_inv, g_cumsum, beta)
-        elif tx < 64:
-            if not spec.ends_only:
-                store_role(spec, m, walk, 0, states)
-        elif tx < 96:
-            if spec.value_warpgroups == 2 and not spec.ends_only:
-                store_role(spec, m, walk, 1, states)
-        else:
-            gate_role(spec, m, walk, g_cumsum, beta, scale)
-
-
 def make(spec: Spec):
     """Returns the prim_func of a specification."""
-    K, V, wgs = spec.head_dim_k, spec.head_dim_v, spec.value_warpgroups
-    batch, num_tokens, num_k_heads, num_v_heads = T.dynamic("batch num_tokens num_k_heads num_v_heads")
-    cu_len, slots, entering_slots, leaving_slots = T.dynamic("cu_len slots entering_slots leaving_slots")
-
-    def strided(name, heads, dim):
-        return program.strided_rows(name, (batch, num_tokens, heads, dim), spec.dtype)
-
-    beta_type = program.strided_gates("beta", (batch, num_tokens, num_v_heads), spec.beta_dtype)
+    t = program.Tensors.of(spec)
+    num_k_heads, num_v_heads = t.num_k_heads, t.num_v_heads
+    slots, entering_slots, leaving_slots = T.dynamic("slots entering_slots leaving_slots")
 
     @T.prim_func
     def backward_states(
-        q: strided("q", num_k_heads, K),
-        k: strided("k", num_k_heads, K),
-        v: strided("v", num_v_heads, V),
-        do: strided("do", num_v_heads, V),
-        T_inv: T.Tensor((batch, num_tokens, num_v_heads, C), spec.dtype),
-        g_cumsum: T.Tensor((batch, num_tokens, num_v_heads), "float32"),
-        beta: beta_type,
-        h0: state.strided_state("h0", spec.h0_dtype, K, V),
-        dht: state.strided_state("dht", spec.dht_dtype, K, V),
-        dh0: state.strided_state("dh0", spec.h0_dtype, K, V),
-        entering: T.Tensor((entering_slots, num_v_heads, V, K), "float32"),
-        leaving: T.Tensor((leaving_slots, num_v_heads, V, K), "float32"),
-        cu: T.Tensor((cu_len,), "int32"),
-        S: T.Tensor((slots, num_v_heads, V, K), spec.dtype),
-        dS: T.Tensor((slots, num_v_heads, V, K), spec.dtype),
-        scale: T.float32,
-        num_seqs: T.int32,
-        cu_step: T.int32,
-        seq_len: T.int32,
-        segment_tokens: T.int32,
-        num_segments: T.int32,
-    ):
+        q: t.keys("q"), k: t.keys("k"), v: t.values("v"), do: t.values("do"), T_inv: t.inverse(),
+        g_cumsum: t.per_head(), beta: t.gates("beta", spec.beta_dtype), h0: t.state("h0", spec.h0_dtype),
+        dht: t.state("dht", spec.dht_dtype), dh0: t.state("dh0", spec.h0_dtype), entering: t.states(entering_slots),
+        leaving: t.states(leaving_slots), cu: program.cu_seqlens(), S: t.states(slots, spec.dtype),
+        dS: t.states(slots, spec.dtype), scale: T.float32, num_seqs: T.int32, cu_step: T.int32, seq_len: T.int32,
+        segment_tokens: T.int32, num_segments: T.int32,
+    ):  # fmt: skip
         with T.Kernel(2 * num_segments * num_v_heads * spec.v_tiles, threads=spec.threads) as (block,):
             T.import_source(sources(spec.dtype))
             m = allocate(spec)
@@ -604,28 +54,19 @@ def make(spec: Spec):
             slot = pair // spec.v_tiles // num_v_heads
             v_head = pair // spec.v_tiles - slot * num_v_heads
             k_head = v_head // (num_v_heads // num_k_heads)
-            flat_tokens = batch * num_tokens
+            flat_tokens = t.batch * t.num_tokens
+            lengths = (cu, cu_step, seq_len, flat_tokens)
             program.locate_segment(
-                cu, cu_step, seq_len, flat_tokens, num_seqs, segment_tokens, slot,
-                n, seq_batch, start, length, segment, last_of,
-            )  # fmt: skip
+                *lengths, num_seqs, segment_tokens, slot, n, seq_batch, start, length, segment, last_of
+            )
             chunks = T.ceildiv(length, C)
-            first_slot = program.offset(cu, cu_step, seq_len, flat_tokens, n) // C + n + segment * (segment_tokens // C)
+            first_slot = program.offset(*lengths, n) // C + n + segment * (segment_tokens // C)
             dh0_row = T.if_then_else(segment == 0, n, program.NO_ROW)
             where = dict(
-                n=n,
-                slot=slot,
-                last_row=dh0_row,
-                batch=seq_batch,
-                start=start,
-                length=length,
-                chunks=chunks,
-                updates=updates,
-                first_slot=first_slot,
-                k_head=k_head,
-                v_head=v_head,
-                v_col=pair % spec.v_tiles * (V_TILE * wgs),
-            )
+                n=n, slot=slot, last_row=dh0_row, batch=seq_batch, start=start, length=length, chunks=chunks,
+                updates=updates, first_slot=first_slot, k_head=k_head, v_head=v_head,
+                v_col=pair % spec.v_tiles * spec.width,
+            )  # fmt: skip
             inputs = (T_inv, g_cumsum, beta, scale)
             if block < num_pairs:
                 updates = T.if_then_else(dh0_row < dh0.shape[0], chunks, T.max(chunks - 1, 0))
@@ -665,9 +106,9 @@ def backward_states(
         launch.num_value_warpgroups(2 * launch.num_walks(seqs, entering) * Hv, V, archs.num_sms(device)),
     )  # fmt: skip
     kernel = build(make, spec, archs.of_device(device))
-    h0 = launch.placeholder(device, h0_dtype, Hv, K, V) if h0 is None else h0
-    dht = launch.placeholder(device, dht_dtype, Hv, K, V) if dht is None else dht
-    dh0 = launch.placeholder(device, h0_dtype, Hv, K, V) if dh0 is None else dh0
+    h0 = launch.present(h0, device, h0_dtype, Hv, K, V)
+    dht = launch.present(dht, device, dht_dtype, Hv, K, V)
+    dh0 = launch.present(dh0, device, h0_dtype, Hv, K, V)
     S, dS = (torch.empty((seqs.max_slots, Hv, V, K), dtype=k.dtype, device=device) for _ in range(2))
     q, k, v, do = (launch.tma_ready(x) for x in (q, k, v, do))
     cu, cu_step, seq_len = launch.cu_arguments(seqs, device)

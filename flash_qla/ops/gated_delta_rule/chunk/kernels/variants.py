@@ -13,7 +13,6 @@ import torch
 from flash_qla.arch import ARCHS
 
 from . import ends, fused_fwd, gradients, l2norm, segments, solve, states
-from . import fused_walks as _fused_walks  # noqa: F401 (registers the persistent form)
 from .launch import DTYPE_NAMES, native_head_dim
 
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}

@@ -10,6 +10,8 @@ Kinds of CTAs, in launch order, so that long walks start first although nobody k
     SHORT        b of a segment that does not: its last (reverse: first) few chunks
 """
 
+from dataclasses import dataclass
+
 import tilelang.language as T
 
 SOURCE = r"""
@@ -233,15 +235,53 @@ __device__ __forceinline__ int plan_walk(
 """
 
 
-def plan_walk(
+@dataclass
+class Walk:
+    """What a CTA walks. row: of the end state, -1 - slot for a transition."""
+
+    row: object
+    k_head: object
+    v_head: object
+    v_col: object
+    batch: object
+    start: object
+    length: object
+    chunks: object
+
+    @property
+    def is_transition(self):
+        """Expression: 1 for a walk of M."""
+        return T.Select(self.row < 0, 1, 0)
+
+
+@T.macro
+def plan_walk(num_threads, tensors, sizes):
+    """Returns the CTA's Walk, of at least one chunk (other CTAs end here). By every thread, before the roles part.
+
+    Args:
+        num_threads: of the CTA.
+        tensors: k, g_cumsum, beta, carries, cu.
+        sizes: the keywords of `call_plan_walk`.
+    """
+    scratch = T.alloc_shared((num_threads // 32 + 2,), "float32")
+    place = T.alloc_shared((9,), "int32")  # what no role has registers for
+    start, length, window = (T.alloc_var("int32") for _ in range(3))
+    T.pdl_trigger()
+    T.pdl_sync()  # by every thread of every CTA: only so may the kernels that follow rely on this one's end
+    window = call_plan_walk(place, scratch, *tensors, **sizes)
+    start = place[5]
+    length = place[6]
+    return Walk(place[0], place[1], place[2], place[3], place[4], start, length, window)
+
+
+def call_plan_walk(
     place, scratch, k, g_cumsum, beta, carries, cu, *, m_tiles, v_tiles, width, m_walks, b_walks, cu_step, seq_len,
     num_seqs, segment_tokens, reverse, has_h0, for_backward, tolerance,
 ):  # fmt: skip
-    """Call expression, for every thread of the CTA: the chunks to walk, at least one (other CTAs end here).
+    """Call expression: the chunks to walk.
 
     Args:
-        place: shared int32 [9], filled with: row of the end state (-1 - slot for a transition), key head, value head,
-            column, batch row, first token, tokens.
+        place: shared int32 [9], filled with the first fields of a Walk.
         scratch: shared fp32, a value per warp and two more.
         carries: `[slots, Hv, 2]`, written with transitions, read where reverse.
         m_tiles, v_tiles, width: CTAs of a transition and of b, columns of each.

@@ -7,7 +7,37 @@ The fragment is a 64 x 64 16-bit accumulator or A operand of one warpgroup (thei
 
 import tilelang.language as T
 
-SOURCE = r"""
+# The moves of a thread's four pairs of 8-column groups.
+_LOAD = r"""#pragma unroll
+  for (int c = 0; c < 4; ++c)
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[4 * c]), "=r"(r[4 * c + 1]), "=r"(r[4 * c + 2]), "=r"(r[4 * c + 3])
+                 : "r"(address ^ (c << 5)) : "memory");"""
+_STORE = r"""#pragma unroll
+  for (int c = 0; c < 4; ++c)
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+                 :: "r"(address ^ (c << 5)), "r"(r[4 * c]), "r"(r[4 * c + 1]), "r"(r[4 * c + 2]), "r"(r[4 * c + 3])
+                 : "memory");"""
+
+
+def _lean_function(of: str, signature: str, registers: str, moves: str) -> str:
+    """CUDA of a function that moves a tile: 64 rows of `tile`, 16 registers r of a fragment."""
+    return f"""
+namespace flash_qla {{
+// {of} without an address that lives through the role's loop (needs LEAN_SOURCE).
+__device__ __forceinline__ void {signature} {{
+  {registers}
+  unsigned thread = thread_index(), row = ((thread >> 5) & 3) * 16 + (thread & 15);
+  unsigned address = (unsigned)__cvta_generic_to_shared(tile) + row * 128 + ((((thread >> 4) & 1) ^ (row & 7)) << 4);
+{moves}
+}}
+}}  // namespace flash_qla
+"""
+
+
+# Nobody calls these any more: they stay while ends.py's text, and with it its cache key, holds them.
+SOURCE = (
+    r"""
 namespace flash_qla {
 // This thread's ldmatrix/stmatrix row in a 64 x 64 tile with the 128-byte swizzle, first pair of 8-column groups.
 __device__ __forceinline__ unsigned tile_row(void const* tile) {
@@ -17,11 +47,9 @@ __device__ __forceinline__ unsigned tile_row(void const* tile) {
 __device__ __forceinline__ void load_tile(void* fragment, void const* tile) {
   unsigned* r = (unsigned*)fragment;
   unsigned address = tile_row(tile);
-#pragma unroll
-  for (int c = 0; c < 4; ++c)
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[4 * c]), "=r"(r[4 * c + 1]), "=r"(r[4 * c + 2]), "=r"(r[4 * c + 3])
-                 : "r"(address ^ (c << 5)) : "memory");
+"""
+    + _LOAD
+    + r"""
 }
 // The transpose: thread rows are the tile's columns.
 __device__ __forceinline__ void load_tile_transposed(void* fragment, void const* tile) {
@@ -38,17 +66,16 @@ __device__ __forceinline__ void load_tile_transposed(void* fragment, void const*
 __device__ __forceinline__ void store_tile(void* tile, void const* fragment) {
   unsigned const* r = (unsigned const*)fragment;
   unsigned address = tile_row(tile);
-#pragma unroll
-  for (int c = 0; c < 4; ++c)
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
-                 :: "r"(address ^ (c << 5)), "r"(r[4 * c]), "r"(r[4 * c + 1]), "r"(r[4 * c + 2]), "r"(r[4 * c + 3])
-                 : "memory");
+"""
+    + _STORE
+    + r"""
 }
 __device__ __forceinline__ void store_part(void* tile, void const* fragment, int part) {
   store_tile(tile, (unsigned const*)fragment + 16 * part);
 }
 }  // namespace flash_qla
 """
+)
 
 
 # The thread index is read where it is used, so that no address lives in a register through a role's whole loop.
@@ -82,21 +109,21 @@ __device__ __forceinline__ void zero_rows_from(void* tile, int first, int panels
 }  // namespace flash_qla
 """
 
-COLUMNS_SOURCE = r"""
-namespace flash_qla {
-// store_part without an address that lives through the role's loop (needs LEAN_SOURCE).
-__device__ __forceinline__ void store_columns(void* tile, void const* fragment, int part) {
-  unsigned const* r = (unsigned const*)fragment + 16 * part;
-  unsigned thread = thread_index(), row = ((thread >> 5) & 3) * 16 + (thread & 15);
-  unsigned address = (unsigned)__cvta_generic_to_shared(tile) + row * 128 + ((((thread >> 4) & 1) ^ (row & 7)) << 4);
-#pragma unroll
-  for (int c = 0; c < 4; ++c)
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
-                 :: "r"(address ^ (c << 5)), "r"(r[4 * c]), "r"(r[4 * c + 1]), "r"(r[4 * c + 2]), "r"(r[4 * c + 3])
-                 : "memory");
-}
-}  // namespace flash_qla
-"""
+COLUMNS_SOURCE = _lean_function(
+    "store_part",
+    "store_columns(void* tile, void const* fragment, int part)",
+    "unsigned const* r = (unsigned const*)fragment + 16 * part;",
+    _STORE,
+)
+STORE_SOURCE = _lean_function(
+    "store_tile",
+    "store_tile_lean(void* tile, void const* fragment)",
+    "unsigned const* r = (unsigned const*)fragment;",
+    _STORE,
+)
+READ_SOURCE = _lean_function(
+    "load_tile", "load_tile_lean(void* fragment, void const* tile)", "unsigned* r = (unsigned*)fragment;", _LOAD
+)
 
 
 def load_tile_transposed(fragment, ring, stage):
@@ -104,23 +131,6 @@ def load_tile_transposed(fragment, ring, stage):
     # access_ptr, not address_of: TileLang takes the latter for a possible store and fences the next wgmma.
     tile = ring.access_ptr("r", offset=stage * (64 * 64))
     return T.call_extern("void", "flash_qla::load_transposed", fragment.access_ptr("w"), tile)
-
-
-STORE_SOURCE = r"""
-namespace flash_qla {
-// store_tile without an address that lives through the role's loop (needs LEAN_SOURCE).
-__device__ __forceinline__ void store_tile_lean(void* tile, void const* fragment) {
-  unsigned const* r = (unsigned const*)fragment;
-  unsigned thread = thread_index(), row = ((thread >> 5) & 3) * 16 + (thread & 15);
-  unsigned address = (unsigned)__cvta_generic_to_shared(tile) + row * 128 + ((((thread >> 4) & 1) ^ (row & 7)) << 4);
-#pragma unroll
-  for (int c = 0; c < 4; ++c)
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
-                 :: "r"(address ^ (c << 5)), "r"(r[4 * c]), "r"(r[4 * c + 1]), "r"(r[4 * c + 2]), "r"(r[4 * c + 3])
-                 : "memory");
-}
-}  // namespace flash_qla
-"""
 
 
 def store_tile_unfenced(ring, stage, fragment):
@@ -132,33 +142,10 @@ def store_tile_unfenced(ring, stage, fragment):
     return T.call_extern("void", "flash_qla::store_tile_lean", tile, fragment.access_ptr("r"))
 
 
-def store_columns(tile, fragment, part):
-    """Call expression: columns 64 part to 64 part + 63 of tile = those of fragment, 64 rows (needs COLUMNS_SOURCE)."""
-    target = tile.access_ptr("r", offset=part * 64)
-    return T.call_extern("void", "flash_qla::store_columns", target, fragment.access_ptr("r"), part)
-
-
 def store_ring_columns(ring, slot, fragment, part):
-    """`store_columns` into ring[slot], 64 rows."""
+    """Call expression: columns 64 part to 64 part + 63 of ring[slot] = those of fragment, 64 rows (COLUMNS_SOURCE)."""
     target = ring.access_ptr("r", offset=slot * (64 * int(ring.shape[2])) + part * 64)
     return T.call_extern("void", "flash_qla::store_columns", target, fragment.access_ptr("r"), part)
-
-
-READ_SOURCE = r"""
-namespace flash_qla {
-// load_tile without an address that lives through the role's loop (needs LEAN_SOURCE).
-__device__ __forceinline__ void load_tile_lean(void* fragment, void const* tile) {
-  unsigned* r = (unsigned*)fragment;
-  unsigned thread = thread_index(), row = ((thread >> 5) & 3) * 16 + (thread & 15);
-  unsigned address = (unsigned)__cvta_generic_to_shared(tile) + row * 128 + ((((thread >> 4) & 1) ^ (row & 7)) << 4);
-#pragma unroll
-  for (int c = 0; c < 4; ++c)
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[4 * c]), "=r"(r[4 * c + 1]), "=r"(r[4 * c + 2]), "=r"(r[4 * c + 3])
-                 : "r"(address ^ (c << 5)) : "memory");
-}
-}  // namespace flash_qla
-"""
 
 
 def load_tile_unfenced(fragment, ring, stage):

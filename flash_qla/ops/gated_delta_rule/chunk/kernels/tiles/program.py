@@ -8,7 +8,12 @@ so that dtype and density are run-time values. Offsets are clamped to the rows t
 on the hot path, and no kernel may leave the tensors.
 """
 
+from dataclasses import dataclass
+
 import tilelang.language as T
+
+from ...constants import CHUNK_SIZE
+from .state import strided_state
 
 NO_ROW = 2**31 - 1  # above any number of rows
 
@@ -22,6 +27,65 @@ def strided_rows(name: str, dims, dtype: str):
 def strided_gates(name: str, dims, dtype: str):
     """Kernel parameter annotation of a `[B, T, H]` tensor with run-time strides."""
     return T.StridedTensor(dims, tuple(T.dynamic(f"{name}_stride_{axis}", "int64") for axis in "bth"), dtype)
+
+
+def cu_seqlens():
+    """Kernel parameter annotation of `cu`."""
+    return T.Tensor((T.dynamic("cu_len"),), "int32")
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """Annotations of the parameters that kernels share: run-time sizes, native head sizes, q's dtype.
+
+    Each call makes a new one: parameters that share an annotation would be one buffer.
+    """
+
+    dtype: str
+    head_dim_k: int
+    head_dim_v: int
+    batch: object
+    num_tokens: object
+    num_k_heads: object
+    num_v_heads: object
+
+    @classmethod
+    def of(cls, spec) -> "Tensors":
+        """The tensors of a kernel with this compile key."""
+        sizes = T.dynamic("batch num_tokens num_k_heads num_v_heads")
+        return cls(spec.dtype, spec.head_dim_k, spec.head_dim_v, *sizes)
+
+    def keys(self, name: str):
+        """`[B, T, Hq, K]`, run-time strides."""
+        return strided_rows(name, (self.batch, self.num_tokens, self.num_k_heads, self.head_dim_k), self.dtype)
+
+    def values(self, name: str):
+        """`[B, T, Hv, V]`, run-time strides."""
+        return strided_rows(name, (self.batch, self.num_tokens, self.num_v_heads, self.head_dim_v), self.dtype)
+
+    def gates(self, name: str, dtype: str = "float32"):
+        """`[B, T, Hv]`, run-time strides."""
+        return strided_gates(name, (self.batch, self.num_tokens, self.num_v_heads), dtype)
+
+    def per_head(self, *sizes, dtype: str = "float32"):
+        """`[B, T, Hv, *sizes]`, contiguous."""
+        return T.Tensor((self.batch, self.num_tokens, self.num_v_heads, *sizes), dtype)
+
+    def per_key_head(self, *sizes, dtype: str = "float32"):
+        """`[B, T, Hq, *sizes]`, contiguous."""
+        return T.Tensor((self.batch, self.num_tokens, self.num_k_heads, *sizes), dtype)
+
+    def inverse(self):
+        """T_inv."""
+        return self.per_head(CHUNK_SIZE, dtype=self.dtype)
+
+    def state(self, name: str, dtype: str):
+        """Logical `[N, Hv, K, V]`, run-time strides."""
+        return strided_state(name, dtype, self.head_dim_k, self.head_dim_v)
+
+    def states(self, num_rows, dtype: str = "float32"):
+        """`[num_rows, Hv, V, K]`, contiguous: states as the registers hold them."""
+        return T.Tensor((num_rows, self.num_v_heads, self.head_dim_v, self.head_dim_k), dtype)
 
 
 def offset(cu, cu_step, seq_len, flat_tokens, n):

@@ -32,19 +32,6 @@ def store_transposed(target, state, num_rows, n, head, v_col, v_rows, head_dim_k
             target[n, head, jk, v_col + jv] = T.cast(state[jv, jk], dtype)
 
 
-@T.macro
-def load_start(state, outer, inner, n, slot, segment, head, v_col, v_rows, head_dim_k):
-    """state = where a segment's walk starts: outer[n] as `load_transposed` for the outermost one, else inner[slot].
-
-    inner: fp32 `[slots, Hv, V, K]`, transposed as the registers are. segment: 0 for the outermost segment.
-    """
-    if segment == 0:
-        load_transposed(state, outer, outer.shape[0], n, head, v_col, v_rows, head_dim_k)
-    else:
-        for jv, jk in T.Parallel(v_rows, head_dim_k):
-            state[jv, jk] = inner[slot, head, v_col + jv, jk]
-
-
 LEAN_SOURCE = r"""
 namespace flash_qla {
 __device__ __forceinline__ void put(float* p, float x) {
@@ -81,15 +68,9 @@ def store_lean(target, state, row, head, v_col, head_dim_k, first_thread):
     state: one 64-row accumulator per warpgroup from first_thread on. Needs `fragments.LEAN_SOURCE` and LEAN_SOURCE.
     """
     return T.call_extern(
-        "void",
-        "flash_qla::store_state",
-        T.address_of(target[row, head, 0, v_col]),
-        target.strides[2],
-        target.strides[3],
-        state.access_ptr("r"),
-        head_dim_k,
-        first_thread,
-    )
+        "void", "flash_qla::store_state", T.address_of(target[row, head, 0, v_col]), target.strides[2],
+        target.strides[3], state.access_ptr("r"), head_dim_k, first_thread,
+    )  # fmt: skip
 
 
 READ_SOURCE = r"""
@@ -138,22 +119,29 @@ __device__ __forceinline__ void prefetch_state(value_t const* first, long long k
 
 
 @T.macro
-def load_lean(state, outer, inner, n, slot, segment, head, v_col, v_rows, head_dim_k, first_thread):
-    """`load_start` with few instructions and addresses: needs `fragments.LEAN_SOURCE` and READ_SOURCE."""
+def load_lean(state, source, n, head, v_col, head_dim_k, first_thread):
+    """`load_transposed` with few instructions and addresses: needs `fragments.LEAN_SOURCE` and READ_SOURCE."""
+    if n < source.shape[0]:
+        T.call_extern(
+            "void", "flash_qla::load_state", state.access_ptr("w"), T.address_of(source[n, head, 0, v_col]),
+            source.strides[2], source.strides[3], head_dim_k, first_thread,
+        )  # fmt: skip
+    else:
+        T.fill(state, 0.0)
+
+
+@T.macro
+def load_start(state, outer, inner, n, slot, segment, head, v_col, v_rows, head_dim_k, first_thread=None):
+    """state = where a segment's walk starts: outer[n] as `load_transposed` for the outermost one, else inner[slot].
+
+    inner: fp32 `[slots, Hv, V, K]`, transposed as the registers are. segment: 0 for the outermost segment.
+    first_thread: of the warpgroups that hold the state, given where `load_lean` reads it.
+    """
     if segment == 0:
-        if n < outer.shape[0]:
-            T.call_extern(
-                "void",
-                "flash_qla::load_state",
-                state.access_ptr("w"),
-                T.address_of(outer[n, head, 0, v_col]),
-                outer.strides[2],
-                outer.strides[3],
-                head_dim_k,
-                first_thread,
-            )
+        if first_thread is None:
+            load_transposed(state, outer, outer.shape[0], n, head, v_col, v_rows, head_dim_k)
         else:
-            T.fill(state, 0.0)
+            load_lean(state, outer, n, head, v_col, head_dim_k, first_thread)
     else:
         for jv, jk in T.Parallel(v_rows, head_dim_k):
             state[jv, jk] = inner[slot, head, v_col + jv, jk]
@@ -162,11 +150,6 @@ def load_lean(state, outer, inner, n, slot, segment, head, v_col, v_rows, head_d
 def prefetch(source, n, head, v_col, v_rows, head_dim_k):
     """Call expression: one warp brings a state's columns v_col on into L2; needs what `load_lean` needs."""
     return T.call_extern(
-        "void",
-        "flash_qla::prefetch_state",
-        T.address_of(source[n, head, 0, v_col]),
-        source.strides[2],
-        source.strides[3],
-        head_dim_k,
-        v_rows,
-    )
+        "void", "flash_qla::prefetch_state", T.address_of(source[n, head, 0, v_col]), source.strides[2],
+        source.strides[3], head_dim_k, v_rows,
+    )  # fmt: skip

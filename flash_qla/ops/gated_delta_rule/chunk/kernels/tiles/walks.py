@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 import tilelang.language as T
 
+from ...constants import CHUNK_SIZE as C
 from . import pipeline, program
 
-C = 64
 PLACES = 4
 FIELDS = ("n", "slot", "segment", "ht_row", "batch", "start", "length", "k_head", "v_head", "v_col", "some")
 PLACE_WORDS = 16
@@ -115,8 +115,7 @@ class Walk:
     """Where a walk lies: segment (number `segment`, slot `slot`) of sequence n, a head, a slice of V. Expressions.
 
     ht_row: n in the sequence's last segment, out of range elsewhere. base: chunks of the CTA's earlier walks.
-    some: 0 after the CTA's last walk; n is out of range then. first_chunk: chunks before the walk, counted over the
-    sequences; only where a CTA has one walk.
+    some: 0 after the CTA's last walk; n is out of range then; None where a CTA has one walk.
     """
 
     n: object
@@ -132,7 +131,23 @@ class Walk:
     chunks: object
     base: object = 0
     some: object = None
-    first_chunk: object = None
+
+
+@dataclass
+class Chunk:
+    """A chunk's number among all chunks of its CTA. A field: giving a loop's variable a second name renames it."""
+
+    number: object
+
+
+@T.macro
+def _keep(c):
+    return c
+
+
+def chunk(walk: Walk, i) -> Chunk:
+    """Chunk i of a walk, whose number is a variable of its own where it is a sum."""
+    return Chunk(i if isinstance(walk.base, int) else _keep(walk.base + i))
 
 
 def allocate(readers: int) -> Ring:
