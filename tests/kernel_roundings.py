@@ -34,8 +34,14 @@ def check(inputs, names=(), *, gradients=True) -> dict:
         names: of these results: small sums of large terms in some heads. There the bound is the emulated error.
         gradients: whether to run and compare the backward.
     """
-    actual, expected = run_public(inputs, gradients=gradients), truth(inputs, gradients=gradients)
-    emulated = {}
+    actual = run_public(inputs, gradients=gradients)
+    judge(inputs, actual, names, gradients=gradients)
+    return actual
+
+
+def judge(inputs, actual, names=(), *, gradients=True) -> None:
+    """The assertions of `check` about results at hand."""
+    expected, emulated = truth(inputs, gradients=gradients), {}
     for emulate, emulates in ((forward, OUTPUTS), (backward, GRADIENTS)):
         if any(name in emulates for name in names):
             emulated |= emulate(inputs)
@@ -46,7 +52,6 @@ def check(inputs, names=(), *, gradients=True) -> dict:
             limits = torch.where(result.near_zero, result.limits, result.limits.maximum(rounded))
             results[i] = replace(result, limits=limits)
     assert all(result.passed for result in results), "\n".join(map(str, results))
-    return actual
 
 
 def forward(inputs, dtype=None) -> dict:

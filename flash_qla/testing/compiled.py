@@ -144,26 +144,44 @@ def ptxas(device_source: str, target: str, pass_configs: dict) -> str:
     Raises:
         RuntimeError: nvcc is missing or fails.
     """
+    return _nvcc("-cubin", _flags(target, pass_configs), device_source)
+
+
+def ptx(device_source: str, target: str, pass_configs: dict) -> str:
+    """Returns the PTX of a source, with TileLang's optimisation flags; kept in the cache folder.
+
+    Raises:
+        RuntimeError: nvcc is missing or fails.
+    """
+    flags = ["-O3", "-std=c++20", f"-arch=compute_{target.removeprefix('sm_')}"]
+    if pass_configs.get("tl.enable_fast_math"):
+        flags.append("--use_fast_math")
+    return _nvcc("-ptx", flags, device_source)
+
+
+def _nvcc(kind: str, flags: list[str], device_source: str) -> str:
+    """Returns what nvcc says with -cubin, what it writes with -ptx."""
     nvcc = find_nvcc()
     if nvcc is None:
         raise RuntimeError("nvcc was not found")
-    flags = _flags(target, pass_configs)
-    key = hashlib.sha256("\0".join([_nvcc_version(nvcc), *flags, device_source]).encode()).hexdigest()
+    identity = [_nvcc_version(nvcc), *flags, device_source]
+    key = hashlib.sha256("\0".join(identity if kind == "-cubin" else [kind, *identity]).encode()).hexdigest()
     kept = _cache_folder() / key
     if kept.exists():
         return kept.read_text()
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.cu"
+        path, output = Path(folder) / "kernel.cu", Path(folder) / "output"
         path.write_text(device_source)
-        command = [nvcc, "-cubin", *flags, *_includes(), str(path), "-o", str(path.with_suffix(".cubin"))]
+        command = [nvcc, kind, *flags, *_includes(), str(path), "-o", str(output)]
         done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"nvcc failed: {_first_error(done.stderr)}")
+        if done.returncode:
+            raise RuntimeError(f"nvcc failed: {_first_error(done.stderr)}")
+        found = done.stderr if kind == "-cubin" else output.read_text()
     kept.parent.mkdir(parents=True, exist_ok=True)
     written = kept.with_name(f"{key}.{os.getpid()}")
-    written.write_text(done.stderr)
+    written.write_text(found)
     written.replace(kept)  # several processes may write the same one
-    return done.stderr
+    return found
 
 
 def _flags(target: str, configs: dict) -> list[str]:
