@@ -5,6 +5,7 @@ but pytest.ini's against hangs. Not even a test of speed may ask the clock: it c
 """
 
 import functools
+import os
 import sys
 from pathlib import Path
 
@@ -80,3 +81,16 @@ def pytest_collection_modifyitems(items):
         skip = pytest.mark.skip(reason=f"needs a CUDA device; torch {torch.__version__} sees none on this machine")
         for item in on_gpu:
             item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def nvcc() -> str:
+    """The compiler's path. Where there is none its tests are skipped, but fail with FLASH_QLA_REQUIRE_NVCC=1."""
+    from flash_qla.testing import compiled
+
+    path = compiled.find_nvcc()
+    if path is None and os.environ.get("FLASH_QLA_REQUIRE_NVCC", "") not in ("", "0"):
+        pytest.fail("nvcc was not found and FLASH_QLA_REQUIRE_NVCC is set")
+    if path is None:
+        pytest.skip("nvcc was not found on PATH, in CUDA_HOME or in pip's nvidia packages")
+    return path

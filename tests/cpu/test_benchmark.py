@@ -1,4 +1,7 @@
-"""The benchmark, its report, the profile and the timers, on the CPU with stand-ins for the other libraries."""
+"""The benchmark, its report, the profile and the timers, on the CPU with stand-ins for the other libraries.
+
+More than 600 lines: all of them share one expensive run of the benchmark.
+"""
 
 import contextlib
 import csv

@@ -27,7 +27,6 @@ from tests.ptx.host import CompiledKernel, HostError  # noqa: E402
 from tests.ptx.machine import Deadlock, Machine  # noqa: E402
 from tests.ptx.program import parse  # noqa: E402
 
-REQUIRED = os.environ.get("FLASH_QLA_REQUIRE_NVCC", "") not in ("", "0")
 USUAL = "bf16-k128-v128-fp32-fp32-fp32"
 # What the tests below launch, as names of `variants.py`: compiled ahead, two at a time.
 VARIANTS = f"""
@@ -66,13 +65,8 @@ def is_listed(name: str) -> bool:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def sources(request):
+def sources(nvcc, request):
     """The kernels' sources: all are made ahead where more than a few of these tests run, on demand elsewhere."""
-    path = compiled.find_nvcc()
-    if path is None and REQUIRED:
-        pytest.fail("nvcc was not found and FLASH_QLA_REQUIRE_NVCC is set")
-    if path is None:
-        pytest.skip("nvcc was not found on PATH, in CUDA_HOME or in pip's nvidia packages")
     selected = sum(item.path == request.path for item in request.session.items)
     if selected > 4 and "PYTEST_XDIST_WORKER" not in os.environ:
         kernels.prepare([(v.make, v.spec) for v in compiled.all_variants() if is_listed(v.name)])

@@ -12,17 +12,6 @@ import pytest
 from flash_qla.testing import compiled
 
 NAMES = [variant.name for variant in compiled.all_variants()]
-REQUIRED = os.environ.get("FLASH_QLA_REQUIRE_NVCC", "") not in ("", "0")
-
-
-@pytest.fixture(scope="module")
-def nvcc():
-    path = compiled.find_nvcc()
-    if path is None and REQUIRED:
-        pytest.fail("nvcc was not found and FLASH_QLA_REQUIRE_NVCC is set")
-    if path is None:
-        pytest.skip("nvcc was not found on PATH, in CUDA_HOME or in pip's nvidia packages")
-    return path
 
 
 @pytest.fixture(scope="module")

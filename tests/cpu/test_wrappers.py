@@ -3,28 +3,16 @@
 The compiled entry point would notice on the GPU only, and there only for the paths that a test happens to take.
 """
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 
 pytest.importorskip("tilelang")
 
-from flash_qla import arch  # noqa: E402
-from flash_qla.ops.gated_delta_rule.chunk.kernels import (  # noqa: E402
-    ends,
-    fused_fwd,
-    gradients,
-    l2norm,
-    segments,
-    solve,
-    stages,
-    states,
-)
+from flash_qla.ops.gated_delta_rule.chunk.kernels import solve, stages  # noqa: E402
 from flash_qla.ops.gated_delta_rule.chunk.sequences import Sequences  # noqa: E402
 from flash_qla.ops.gated_delta_rule.chunk.split import Split  # noqa: E402
+from tests.launches import replace_launches  # noqa: E402
 
-MODULES = (ends, fused_fwd, gradients, l2norm, segments, solve, states)
 KERNELS = {
     "solve", "fused_forward", "fused_forward persistent", "backward_states", "gradients", "segment_ends",
     "segment_ends_reverse", "segment_scan", "l2norm_forward", "l2norm_backward",
@@ -63,12 +51,7 @@ def launched(monkeypatch):
 
         return launch
 
-    for module in MODULES:
-        monkeypatch.setattr(module, "build", build)
-    hopper = next(row for row in arch.ARCHS.values() if row.has_kernels)
-    monkeypatch.setattr(arch, "of_device", lambda device: hopper)
-    monkeypatch.setattr(arch, "num_sms", lambda device: 132)
-    monkeypatch.setattr(stages, "on_device", lambda device: nullcontext())
+    replace_launches(monkeypatch, build, num_sms=132)
     return names
 
 

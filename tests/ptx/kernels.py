@@ -9,10 +9,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import nullcontext
 
 from flash_qla import arch as archs
+from flash_qla.ops.gated_delta_rule.chunk import backend
 from flash_qla.testing import compiled
+from tests.launches import replace_launches
 
 from .host import CompiledKernel
 from .machine import Machine
@@ -62,18 +63,6 @@ def interpret(monkeypatch, num_sms: int = 132) -> list[str]:
     Returns:
         The labels of the launched kernels, in order; the list grows with every launch.
     """
-    from flash_qla.ops.gated_delta_rule.chunk import backend
-    from flash_qla.ops.gated_delta_rule.chunk.kernels import (
-        ends,
-        fused_fwd,
-        gradients,
-        l2norm,
-        segments,
-        solve,
-        stages,
-        states,
-    )
-
     launched = []
 
     def build(make, spec, arch):
@@ -85,11 +74,7 @@ def interpret(monkeypatch, num_sms: int = 132) -> list[str]:
 
         return launch
 
-    for module in (ends, fused_fwd, gradients, l2norm, segments, solve, states):
-        monkeypatch.setattr(module, "build", build)
-    monkeypatch.setattr(archs, "of_device", lambda device: archs.SM90)
-    monkeypatch.setattr(archs, "num_sms", lambda device: num_sms)
-    monkeypatch.setattr(stages, "on_device", lambda device: nullcontext())
+    replace_launches(monkeypatch, build, num_sms)
     monkeypatch.setattr(backend, "why_no_kernels", lambda problem: None)
     monkeypatch.setenv("FLASH_QLA_BACKEND", "kernels")
     return launched
