@@ -187,7 +187,7 @@ def run_solve(change=lambda text: text, k=None):
     g_cumsum, T_inv = torch.empty(1, 70, 3), torch.full((1, 70, 3, 32), float("nan"))
     no_cu = torch.zeros(0, dtype=torch.int32)
     kernel = CompiledKernel(Machine(parse(changed)), host_source)
-    kernel(x.k if k is None else k, x.g, x.beta, no_cu, g_cumsum, T_inv, 0, 70, 1, 2, 1, 2, 1)
+    kernel(x.k if k is None else k, x.g, x.beta, no_cu, g_cumsum, T_inv, 0, 70, 1, 2, 1, 2, 0, 2, 1, 0)
     _, expected = reference.solve(x.k.double(), x.g.double(), x.beta.double(), x.seqs)
     error = T_inv.view(x.k.dtype).view(expected.shape).double() - expected
     return (error.norm() / expected.masked_fill(expected == 1, 0).norm()).item()

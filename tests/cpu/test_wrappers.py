@@ -109,7 +109,7 @@ def test_a_wrong_argument_is_noticed():
     """The test above would pass on a check that looks at nothing."""
     function = solve.make(solve.Spec())
     k, g = torch.zeros(1, 8, 1, 128, dtype=torch.bfloat16), torch.zeros(1, 8, 4)
-    right = [k, g, g, torch.zeros(0, dtype=torch.int32), g, torch.zeros(1, 8, 4, 32), 0, 8, 1, 1, 1, 1, 1]
+    right = [k, g, g, torch.zeros(0, dtype=torch.int32), g, torch.zeros(1, 8, 4, 32), 0, 8, *([1] * 8)]
     check_arguments(function, right)
     wrong = [(0, k.float()), (0, k[..., :64]), (1, g[0]), (3, 0), (6, 0.0), (6, g), (12, True)]
     for place, value in wrong:

@@ -68,6 +68,19 @@ def test_saved_for_backward():
     assert held <= needed + MIB, f"{held / MIB:.1f} MiB held, {needed / MIB:.1f} needed"
 
 
+def test_peak_of_a_backward():
+    """Guards the states' memory: S and dS of every chunk are there at once, but half of S in v's gradient to be."""
+    tokens, hv, dim = 8192, 32, 128
+    inputs = make_inputs([tokens], 16, hv, device="cuda")
+    leaves = inputs.differentiable()
+    wanted = [leaves.q, leaves.k, leaves.v, leaves.g, leaves.beta]
+    o, _ = flash_qla.chunk_gated_delta_rule(**leaves.kwargs)
+    peak = extra_memory(lambda: torch.autograd.grad(o, wanted, inputs.do, retain_graph=True))
+    states = (tokens // 64 + 1) * hv * dim * dim * 2
+    needed = sum(rounded(x) for x in (*wanted, inputs.initial_state)) + 3 * states // 2
+    assert peak <= needed + 4 * MIB, f"{peak / MIB:.1f} MiB, {needed / MIB:.1f} needed, {states / MIB:.1f} of states"
+
+
 def window(inputs, start, end):
     """Rows start to end in float64, as a problem of their own without a state."""
     names = ("q", "k", "v", "g", "beta", "do")

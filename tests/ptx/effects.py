@@ -91,10 +91,11 @@ def load(context, instruction):
     signed = np.dtype(f"i{size}") if instruction.type[0] == "s" else None
 
     def run(warp, active):
-        words, index = context.machine.memory.access(address(warp), size, vector, active)
-        values = words[index]
-        for write, value in zip(writers, values):
-            write(warp, value if signed is None else value.view(signed), active)
+        memory, addresses = context.machine.memory, address(warp)
+        for lanes in memory.by_tensor(addresses, size * vector, active):
+            words, index = memory.access(addresses, size, vector, lanes)
+            for write, value in zip(writers, words[index]):
+                write(warp, value if signed is None else value.view(signed), lanes)
 
     return run
 
@@ -170,10 +171,12 @@ def _async_copy(context, instruction):
 
     def run(warp, active):
         memory = context.machine.memory
-        words, index = memory.access(source(warp), 4, size // 4, active)
-        into, place = memory.access(target(warp), 4, size // 4, active)
-        lanes = _lanes(active)
-        into[place[:, lanes]] = words[index[:, lanes]]
+        addresses = source(warp)
+        for group in memory.by_tensor(addresses, size, active):
+            words, index = memory.access(addresses, 4, size // 4, group)
+            into, place = memory.access(target(warp), 4, size // 4, group)
+            lanes = _lanes(group)
+            into[place[:, lanes]] = words[index[:, lanes]]
 
     return run
 
@@ -402,10 +405,11 @@ def warpgroup_product(context, instruction):
 
 
 def warp_product(context, instruction):
-    """mma.sync m16n8k16 on 16-bit types, m16n8k8 on tf32 (whose low 13 bits are cut)."""
+    """mma.sync m16n8k16 and m16n8k8 on 16-bit types, m16n8k8 on tf32 (whose low 13 bits are cut)."""
     name, operands = instruction.name, instruction.operands
-    is_tf32 = name[-2] == "tf32"
-    if ("m16n8k8" if is_tf32 else "m16n8k16") not in name or name[-1] != "f32" or name[-2] != name[-3]:
+    is_tf32, is_short = name[-2] == "tf32", "m16n8k8" in name
+    known = is_short or not is_tf32 and "m16n8k16" in name
+    if not known or name[-1] != "f32" or name[-2] != name[-3]:
         raise NotImplementedError(instruction.text)
     a, b = ([context.reader(instruction, x, "b32") for x in listed(operands[i])] for i in (1, 2))
     c = [context.reader(instruction, x, "f32") for x in listed(operands[3])]

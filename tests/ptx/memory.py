@@ -102,6 +102,13 @@ class Memory:
                 return region
         raise IndexError(f"no tensor holds the {nbytes} bytes at {low:#x} to {high - nbytes:#x}")
 
+    def by_tensor(self, addresses, nbytes: int, active):
+        """The active lanes (None: all) as groups whose addresses lie in one tensor each, nearly always one group."""
+        active_lanes = np.ones(len(addresses), bool) if active is None else active
+        held = [(addresses >= r.start) & (addresses + nbytes <= r.end) & active_lanes for r in self.regions]
+        groups = [lanes for lanes in held if lanes.any()]
+        return groups if len(groups) > 1 and sum(groups).all(where=active_lanes) else [active]
+
     def access(self, addresses, size: int, vector: int, active):
         """Returns (words, indices [vector, lanes]) of an access by the active lanes (None: all)."""
         if active is not None:

@@ -35,12 +35,14 @@ def backward(
         if entering is None or entering.split != split:
             entering = stages.entering_states(k, v, T_inv, g_cumsum, beta, h0, seqs, split, for_backward=True)
         leaving = stages.leaving_cotangents(q, k, T_inv, g_cumsum, beta, do, dht, problem.scale, seqs, split, entering)
+    dv = torch.empty_like(v, memory_format=torch.contiguous_format) if need else None
     S, dS = stages.backward_states(
-        q, k, v, T_inv, g_cumsum, beta, do, problem.scale, h0, dht, problem.k_first(dh0), seqs, entering, leaving
-    )
+        q, k, v, T_inv, g_cumsum, beta, do, problem.scale, h0, dht, problem.k_first(dh0), seqs, entering, leaving,
+        dv=dv,
+    )  # fmt: skip
     if not need:
         return None, None, None, None, None, dh0
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    dq, dk = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k))
     dbeta, dg = (torch.empty_like(g_cumsum) for _ in range(2))
     stages.gradients(dq, dk, dv, dbeta, dg, q, k, v, T_inv, g_cumsum, beta, do, problem.scale, S, dS, seqs)
     return dq, dk, dv, dbeta, dg, dh0

@@ -20,10 +20,10 @@ def forward(
         stages: from `cp.stages_for`.
         request: what the planner may do.
         keep: return the segments' states for a backward that would split alike.
-        keep_inverse: False if the caller has no use for T_inv, which may then be incomplete.
+        keep_inverse: False if the caller has no use for T_inv, which may then be None.
 
     Returns:
-        g_cumsum `[B, T, Hv]`, T_inv `[B, T, Hv, C]`, o `[B, T, Hv, V]`, h `[B, chunks, Hv, K, V]` or None,
+        g_cumsum `[B, T, Hv]`, T_inv `[B, T, Hv, C]` or None, o `[B, T, Hv, V]`, h `[B, chunks, Hv, K, V]` or None,
         final_state `[N, Hv, K, V]` or None, states in the caller's layout, and SegmentStates or None.
     """
     split = cp.plan_split("fwd", problem, seqs, request, stages)

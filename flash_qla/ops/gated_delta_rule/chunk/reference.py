@@ -316,11 +316,12 @@ def fused_forward(o, ht, h, q, k, v, T_inv, g_cumsum, beta, scale, h0, seqs: Seq
 def solve_and_walk(o, ht, h, q, k, v, g, beta, scale, h0, seqs: Sequences, keep_inverse=True):
     """`solve`, then `fused_forward`: one stage because kernels may overlap the two. Returns what `solve` does.
 
-    keep_inverse: False if nobody reads T_inv afterwards; kernels leave out what is zero.
+    keep_inverse: False if nobody reads T_inv afterwards; None is returned instead of it, and kernels hand the walk
+        something that is cheaper to use.
     """
     g_cumsum, T_inv = solve(k, g, beta, seqs)
     fused_forward(o, ht, h, q, k, v, T_inv, g_cumsum, beta, scale, h0, seqs)
-    return g_cumsum, T_inv
+    return g_cumsum, T_inv if keep_inverse else None
 
 
 @stage
@@ -370,8 +371,11 @@ def reverse_states(q, k, T_inv, g_cumsum, beta, do, dht, scale, dh0, seqs: Seque
     return dS_out
 
 
-def backward_states(q, k, v, T_inv, g_cumsum, beta, do, scale, h0, dht, dh0, seqs: Sequences):
-    """Both recurrences of the backward: (S, dS) as `forward_states` and `reverse_states` return them; writes dh0."""
+def backward_states(q, k, v, T_inv, g_cumsum, beta, do, scale, h0, dht, dh0, seqs: Sequences, dv=None):
+    """Both recurrences of the backward: (S, dS) as `forward_states` and `reverse_states` return them; writes dh0.
+
+    dv: where `gradients` will write v's gradient, for stages that have a use for its memory; this one has none.
+    """
     S = forward_states(k, v, T_inv, g_cumsum, beta, h0, seqs)
     return S, reverse_states(q, k, T_inv, g_cumsum, beta, do, dht, scale, dh0, seqs)
 

@@ -352,7 +352,7 @@ def fused_forward(o, ht, h, q, k, v, T_inv, g_cumsum, beta, scale, h0, seqs: Seq
 
 @reference.stage
 def backward_states(
-    q, k, v, T_inv, g_cumsum, beta, do, scale, h0, dht, dh0, seqs: Sequences, entering=None, leaving=None
+    q, k, v, T_inv, g_cumsum, beta, do, scale, h0, dht, dh0, seqs: Sequences, entering=None, leaving=None, dv=None
 ):
     """`reference.backward_states`, with every segment run at once between `entering` and `leaving` unless None."""
     if entering is None:

@@ -21,7 +21,6 @@ from .fused_roles import V_TILE, Smem, Spec
 from .tiles import fragments, pipeline, program, rows, scores, state
 from .tiles.walks import Walk
 
-KNOWN_SPILL_BYTES = 8  # two value warpgroups, one walk a CTA: a word of the prologue of roles with 32 registers
 PASS_CONFIGS = BARE_PASS_CONFIGS
 
 
@@ -74,7 +73,7 @@ def make(spec: Spec):
         beta: t.gates("beta", spec.beta_dtype), h0: t.state("h0", spec.h0_dtype), starts: t.states(start_slots),
         cu: program.cu_seqlens(), o: t.values("o"), ht: t.state("ht", spec.ht_dtype), h: t.state("h", spec.dtype),
         scale: T.float32, num_seqs: T.int32, cu_step: T.int32, seq_len: T.int32, segment_tokens: T.int32,
-        num_slots: T.int32, follows_solve: T.int32,
+        num_slots: T.int32, follows_solve: T.int32, ready: T.int32,
     ):  # fmt: skip
         with T.Kernel(num_slots * num_v_heads * v_tiles, threads=threads) as (block,):
             T.import_source(
@@ -112,7 +111,7 @@ def make(spec: Spec):
                     roles.gate_role(spec, m, walk, g_cumsum, beta, scale)
             elif tx < 256:
                 pipeline.set_registers(scores_regs, threads)
-                roles.scores_role(spec, m, walk)
+                roles.scores_role(spec, m, walk, ready)
             else:
                 pipeline.set_registers(value_regs, threads)
                 value_role(spec, m, walk, h0, starts, ht, h, first_chunk)
@@ -130,7 +129,7 @@ def specs(dtype, beta_dtype, h0_dtype, ht_dtype, head_dim_k, head_dim_v, store_h
 
 
 def fused_forward(
-    o, ht, h, q, k, v, T_inv, g_cumsum, beta, scale, h0, seqs, entering=None, follows_solve=False
+    o, ht, h, q, k, v, T_inv, g_cumsum, beta, scale, h0, seqs, entering=None, follows_solve=False, ready=False
 ):  # fmt: skip
     """Launches the walk. Equations: F3 to F8.
 
@@ -148,6 +147,7 @@ def fused_forward(
         entering: `SegmentStates` where every segment starts at once, None for one walk per sequence.
         follows_solve: the stream's last launch is the solve that makes T_inv and g_cumsum, everything else was there
             before it.
+        ready: T_inv is what `solve` makes with `ready`.
     """
     device, num_v_heads, head_dim_v, head_dim_k = v.device, v.shape[2], v.shape[3], k.shape[3]
     if seqs.num_seqs == 0 or num_v_heads == 0:
@@ -171,11 +171,11 @@ def fused_forward(
         and entering is None
         and launch.has_persistent_walks(seqs, num_v_heads, warpgroups, num_sms),
     )
-    launch_spec(spec, o, ht, h, q, k, v, T_inv, g_cumsum, beta, scale, h0, seqs, entering, follows_solve)
+    launch_spec(spec, o, ht, h, q, k, v, T_inv, g_cumsum, beta, scale, h0, seqs, entering, follows_solve, ready)
 
 
 def launch_spec(
-    spec, o, ht, h, q, k, v, T_inv, g_cumsum, beta, scale, h0, seqs, entering=None, follows_solve=False
+    spec, o, ht, h, q, k, v, T_inv, g_cumsum, beta, scale, h0, seqs, entering=None, follows_solve=False, ready=False
 ):  # fmt: skip
     """`fused_forward` with the variant chosen by the caller (the planner, tests, tools)."""
     device, trailing = v.device, (v.shape[2], spec.head_dim_k, spec.head_dim_v)
@@ -198,7 +198,7 @@ def launch_spec(
         follows_solve = not (copied or (seqs.is_varlen and cu.data_ptr() != seqs.cu_seqlens.data_ptr()))
     kernel(
         q, k, v, T_inv, g_cumsum, beta, h0, starts, cu, target, ht, h, scale, seqs.num_seqs, cu_step, seq_len,
-        segment_tokens, num_slots, int(follows_solve), *grid,
+        segment_tokens, num_slots, int(follows_solve), int(ready), *grid,
     )  # fmt: skip
     if target.data_ptr() != o.data_ptr():
         o.copy_(target)

@@ -6,14 +6,15 @@ Every product has V as M and its left operand in registers; an accumulator, cast
 
 The state is scaled lazily. Registers hold S~ = 2^-R S with a running log2 scale R that the gate warps carry. As long as
 |R + g_j| (log2) stays below MILD_LOG2, far inside the exponent range of bfloat16, with c = 2^R Γ a chunk is
-    Vd / c = T~ (V − c U),  T~ = c^-1 T β    O = s c (Q S~ + tril(Q Kᵀ) (Vd / c))    S~' = S~ + Kᵀ (Vd / c)
-T's rows and columns are scaled off the chain, so that Vd / c is cast and used as it leaves the tensor cores; P has no
-gate and S no factor. When R has drifted by half of MILD_LOG2 the state is multiplied out after the chunk (mode RENORM;
-always after the last chunk). Where the gate is strong (mode STRONG) P is gated per element, O gets its factor before
-P Vd, S its factor before Kᵀ (e Vd), and R restarts at 0. Row factors:
-              row   beta   pre   inv   post   P                   product with P
-    mild      1/c   β      −c    –     s c    tril(Q Kᵀ)          Vd / c
-    strong    1     β      −c    e     s      tril(D ∘ Q Kᵀ)      Vd
+    Vd / c = T~ (U − V / c),  T~ = −c^-1 T β c    O = s c (Q S~ + tril(Q Kᵀ) (Vd / c))    S~' = S~ + Kᵀ (Vd / c)
+T~ has no gate left in it: solve makes it (`ready`), else T's rows and columns are scaled off the chain. Vd / c is cast
+and used as it leaves the tensor cores; P has no gate and S no factor. When R has drifted by half of MILD_LOG2 the state
+is multiplied out after the chunk (mode RENORM; always after the last chunk). A chunk is strong (mode STRONG) where its
+own |g| exceeds MILD, which solve decides alike: there T~ = −T β, Vd = T~ (c U − V), P is gated per element, O gets its
+factor before P Vd, S its factor before Kᵀ (e Vd), and R restarts at 0. Factors (row and beta: of T, where not ready):
+              row    beta   pre    inv   post   P                   product with P
+    mild      −1/c   β c    −1/c   –     s c    tril(Q Kᵀ)          Vd / c
+    strong    −1     β      c      e     s      tril(D ∘ Q Kᵀ)      Vd
 
 Roles (W value warpgroups, 64 columns of V each, one branch for both: two copies would overflow instruction caches):
     role      threads       registers (W = 1, 2)   computes
@@ -46,7 +47,7 @@ import tilelang.language as T
 
 from ..constants import CHUNK_SIZE as C
 from .tiles import layouts, pipeline, rows, scores, state, walks
-from .tiles.gate import LOG2E
+from .tiles.gate import LOG2E, MILD
 from .tiles.pipeline import ROWS
 from .tiles.walks import Walk
 
@@ -54,7 +55,8 @@ V_TILE = 64
 STAGES = 3
 GATE_SLOTS = STAGES + 1
 PREFETCH_CHUNKS = 2
-# Largest |log2| of a mild chunk's factors: far from the operand type's ends, whatever V's magnitude.
+# Largest |log2| of a mild chunk's factors: far from the operand type's ends, whatever V's magnitude. More than twice
+# MILD: the scale is renormalised where it exceeds half of this.
 MILD_LOG2 = {"bfloat16": 48.0, "float16": 4.0}
 STRONG, RENORM = 1, 2  # modes of a chunk; 0: mild, and the state stays scaled
 # By value warpgroups: registers of load, store and gate, of scores, of value.
@@ -103,7 +105,6 @@ class Smem:
     o: object
     g: object
     beta: object
-    row: object
     inv: object
     pre: object
     post: object
@@ -134,7 +135,6 @@ def allocate(spec: Spec) -> Smem:
         o=T.alloc_shared((C, V_TILE * wgs), spec.dtype),
         g=T.alloc_shared((GATE_SLOTS, C), "float32"),
         beta=T.alloc_shared((GATE_SLOTS, C), "float32"),
-        row=T.alloc_shared((GATE_SLOTS, C), "float32"),
         inv=T.alloc_shared((GATE_SLOTS, C), "float32"),
         pre=T.alloc_shared((GATE_SLOTS, C), "float32"),
         post=T.alloc_shared((GATE_SLOTS, C), "float32"),
@@ -209,6 +209,7 @@ def store_role(m: Smem, walk: Walk, o):
     for i in T.serial(walk.chunks):
         left = walk.start + i * C
         T.barrier_wait(m.o_ready[0], (walk.base + i) % 2)
+        T.fence_proxy_async()  # in the value warps it would wait for their products in flight
         if walk.length - i * C >= C:
             T.copy(m.o, o[walk.batch, left : left + C, walk.v_head, walk.v_col : walk.v_col + m.width])
         else:
@@ -221,7 +222,8 @@ def gate_role(spec: Spec, m: Smem, walk: Walk, g_cumsum, beta, scale):
     """One token a lane of two warps; both see the whole chunk's gates, so both decide alike."""
     row = T.get_thread_binding() - FIRST_GATE_THREAD
     last = T.alloc_var("int32")
-    g, g_last, span, b = (T.alloc_var("float32") for _ in range(4))
+    g, g_last, span = (T.alloc_var("float32") for _ in range(3))
+    x = T.alloc_local((4,), "float32")
     mode = T.alloc_var("int32")
     pending = T.alloc_var("float32")  # log2 of the true state over the registers' state
     pending = 0.0
@@ -233,20 +235,19 @@ def gate_role(spec: Spec, m: Smem, walk: Walk, g_cumsum, beta, scale):
         gate = gate_of(m, chunk.number)
         left = walk.start + i * C
         last = T.min(walk.length - i * C, C) - 1
-        g_last = g_cumsum[walk.batch, left + last, walk.v_head] * LOG2E
-        g = g_cumsum[walk.batch, left + T.min(row, last), walk.v_head] * LOG2E
-        span = g_cumsum[walk.batch, left + T.min((row + 32) % C, last), walk.v_head] * LOG2E
-        b = T.cast(beta[walk.batch, left + T.min(row, last), walk.v_head], "float32")
-        b = T.if_then_else(row <= last, b, 0.0)
-        span = T.max(T.abs(pending + g), T.abs(pending + span))
-        mode = T.any_sync(T.cast(span > MILD_LOG2[spec.dtype], "int32"))
+        scores.load_gates(x, g_cumsum, beta, walk.batch, left, walk.v_head, row, last)
+        g = x[0]
+        span = T.max(T.abs(g), T.abs(x[1]))
+        g_last = x[2] * LOG2E
+        mode = T.any_sync(T.cast(span > MILD[spec.dtype], "int32"))
+        g = g * LOG2E
         T.barrier_wait(m.freed[stage], (turn_of(m, chunk.number) + 1) % 2)
         m.g[gate, row] = g
-        m.beta[gate, row] = b
-        m.pre[gate, row] = -T.exp2(pending + g)
-        m.row[gate, row] = T.exp2(T.if_then_else(mode != 0, 0.0, -pending - g))
-        m.inv[gate, row] = T.exp2(T.if_then_else(mode != 0, g_last - g, 0.0))
-        m.post[gate, row] = scale * T.exp2(T.if_then_else(mode != 0, 0.0, pending + g))
+        span = T.exp2(pending + g)
+        m.beta[gate, row] = x[3] * T.if_then_else(mode != 0, 1.0, span)
+        m.pre[gate, row] = T.if_then_else(mode != 0, span, -T.exp2(-pending - g))
+        m.inv[gate, row] = T.exp2(g_last - g)
+        m.post[gate, row] = scale * T.if_then_else(mode != 0, 1.0, span)
         pending = pending + g_last
         if row == 0:
             m.total[gate] = T.exp2(pending)
@@ -272,8 +273,8 @@ def zero_past_end(spec: Spec, m: Smem, stage, length):
 
 
 @T.macro
-def scores_role(spec: Spec, m: Smem, walk: Walk):
-    """T scaled in its place, then P."""
+def scores_role(spec: Spec, m: Smem, walk: Walk, ready):
+    """T~ in T's place, then P."""
     P = T.alloc_fragment((C, C), "float32")
     for i in T.serial(walk.chunks):
         chunk = walks.chunk(walk, i)
@@ -286,7 +287,10 @@ def scores_role(spec: Spec, m: Smem, walk: Walk):
             T.wait_wgmma(0)
             zero_past_end(spec, m, stage, walk.length - i * C)
             T.sync_threads(SCORES_BARRIER, 128)
-        scores.scale_inverse(m.t, stage, m.row, m.beta, gate)
+        if ready != 0:
+            scores.zero_quarter(m.t, stage)
+        else:
+            scores.scale_inverse(m.t, stage, m.pre, m.beta, gate, strong)
         pipeline.publish(m.solved, stage)
         T.wait_wgmma(0)
         pipeline.settle(P)
@@ -319,9 +323,8 @@ def allocate_tiles(spec: Spec) -> Tiles:
         W_op=T.alloc_fragment((width, C), spec.dtype),
         Vd_op=T.alloc_fragment((width, C), spec.dtype),
         O=T.alloc_fragment((width, C), "float32"),
-        O_out=T.alloc_fragment((C, width), spec.dtype),
+        O_out=T.alloc_fragment((width, C), spec.dtype),
     )
-    T.annotate_layout({f.O_out: layouts.transposed_accumulator(C, width)})
     return f
 
 
@@ -359,10 +362,7 @@ def start_walk(spec: Spec, m: Smem, walk: Walk, f: Tiles, mode: T.Ref):
 @T.macro
 def solve_chunk(spec: Spec, m: Smem, f: Tiles, i, first, strong):
     """Completes chunk i's Vd and issues S Q."""
-    for jv, j in T.Parallel(m.width, C):
-        f.W_op[jv, j] = T.cast(
-            T.cast(f.W_op[jv, j], "float32") + f.U[jv, j] * m.pre[gate_of(m, i), j], spec.dtype
-        )  # F4, without beta
+    scores.make_writes(f.W_op, f.U, m.pre, gate_of(m, i), strong)  # F4, without beta, negative
     T.wgmma_gemm(f.W_op, m.t[stage_of(m, i), :, :], f.U, transpose_B=True, clear_accum=True, policy=ROWS)  # F5
     T.wgmma_gemm(f.S_op, m.q[stage_of(m, i), :, :], f.O, transpose_B=True, clear_accum=True, policy=ROWS)
     if LATE[spec.value_warpgroups]:
@@ -402,7 +402,7 @@ def apply_chunk(spec: Spec, m: Smem, f: Tiles, i, strong):
     if strong:
         scale_state(spec, m, f, gate)
         for jv, j in T.Parallel(m.width, C):
-            f.O[jv, j] *= -m.pre[gate, j]
+            f.O[jv, j] *= m.pre[gate, j]
         for jv, j in T.Parallel(m.width, C):
             f.Vd_op[jv, j] = T.cast(f.U[jv, j] * m.inv[gate, j], spec.dtype)
         write_state(m, f, i)
@@ -478,14 +478,14 @@ def last_chunk_of(spec: Spec, m: Smem, walk: Walk, f: Tiles, i, mode, strong):
 def scale_output(m: Smem, f: Tiles, i, dtype):
     pipeline.settle(f.O)
     for jv, j in T.Parallel(m.width, C):
-        f.O_out[j, jv] = T.cast(f.O[jv, j] * m.post[gate_of(m, i), j], dtype)
+        f.O_out[jv, j] = T.cast(f.O[jv, j] * m.post[gate_of(m, i), j], dtype)
 
 
 @T.macro
 def send_output(m: Smem, f: Tiles, i):
     T.barrier_wait(m.o_free[0], (i + 1) % 2)
-    T.copy(f.O_out, m.o)
-    pipeline.publish(m.o_ready, 0)
+    scores.store_transposed(m.o, (T.get_thread_binding() - FIRST_VALUE_THREAD) // 128, f.O_out)
+    pipeline.arrive(m.o_ready, 0)  # the store warp fences
 
 
 def store_state(spec: Spec, f: Tiles, target, row, walk: Walk):

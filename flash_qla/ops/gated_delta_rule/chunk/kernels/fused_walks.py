@@ -45,9 +45,9 @@ def load_role(spec: Spec, m: Smem, walk: Walk, q, k, v, T_inv, g_cumsum, beta):
 
 
 @T.macro
-def score_walk(spec: Spec, m: Smem, walk: Walk, base, length, chunks):
+def score_walk(spec: Spec, m: Smem, walk: Walk, base, length, chunks, ready):
     """The scores role's walk, its numbers kept: the loop reads them often."""
-    roles.scores_role(spec, m, replace(walk, base=base, length=length, chunks=chunks))
+    roles.scores_role(spec, m, replace(walk, base=base, length=length, chunks=chunks), ready)
 
 
 @T.macro
@@ -120,7 +120,7 @@ def make(spec: Spec):
         beta: t.gates("beta", spec.beta_dtype), h0: t.state("h0", spec.h0_dtype), starts: t.states(start_slots),
         cu: program.cu_seqlens(), o: t.values("o"), ht: t.state("ht", spec.ht_dtype), h: t.state("h", spec.dtype),
         scale: T.float32, num_seqs: T.int32, cu_step: T.int32, seq_len: T.int32, segment_tokens: T.int32,
-        num_slots: T.int32, follows_solve: T.int32, num_ctas: T.int32,
+        num_slots: T.int32, follows_solve: T.int32, ready: T.int32, num_ctas: T.int32,
     ):  # fmt: skip
         with T.Kernel(num_ctas, threads=threads) as (block,):
             T.import_source(sources(spec))
@@ -160,7 +160,7 @@ def make(spec: Spec):
                 walks.wait(m.walks, 0)
                 while walk.some != 0:
                     length = walk.length
-                    score_walk(spec, m, walk, base, length, T.ceildiv(length, C))
+                    score_walk(spec, m, walk, base, length, T.ceildiv(length, C), ready)
                     walks.leave(m.walks, number, base)
             else:
                 pipeline.set_registers(value_regs, threads)

@@ -7,6 +7,7 @@ Barriers (arrivals count warps; "h" is a V slice, one slot for each; rings of he
     qk_free       chain, query, key  load                q, k
     qk_made       query              chain               s Q Kᵀ
     slice_ready   load (TMA)         chain, query, key   S[h], dS[h], v[h]
+                                     store               (the last) dv's rows in memory, where that slice of S was
     slice_free    query, key, store  load                the same (chain's reads end before dv_ready)
     do_ready      load (TMA)         chain, query        dO[h]
     do_free       chain, query       load                the same

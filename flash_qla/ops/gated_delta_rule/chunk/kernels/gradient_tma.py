@@ -4,7 +4,7 @@ import tilelang.language as T
 
 from ..constants import CHUNK_SIZE as C
 from .gradient_smem import HEAD_STAGES, Barriers, Smem, Spec
-from .tiles import dots, pipeline
+from .tiles import dots, pipeline, prefetch
 from .tiles.items import ITEM_STAGES, Items, Work, get_info, next_item, put_info
 
 
@@ -36,17 +36,38 @@ def load_chunk(spec: Spec, m: Smem, b: Barriers, w: Work, q, k, cleanings: T.Ref
 
 
 @T.macro
-def load_slice(spec: Spec, m: Smem, b: Barriers, w: Work, slot, n, h, v_head, v, T_inv, do, S, dS, cleanings: T.Ref):
+def load_state(spec: Spec, m: Smem, b: Barriers, w: Work, slot, tail, h, v_head, S, dv):
+    """Slice h of S. Slice 1 of a whole chunk lies in dv's rows (`state_walk.Halves`): the store role waits for it."""
+    if h == 0 or w.count < C:
+        for c in spec.k_slices:
+            col = c * C
+            T.tma_copy(
+                S[T.if_then_else(h == 0, slot, tail), v_head, 0:C, col : col + C],
+                m.S[h, 0:C, col : col + C],
+                barrier=b.slice_ready[h],
+            )
+    else:
+        for c in spec.k_slices:
+            load_tile(dv, m.S[h, 0:C, c * C : c * C + C], w, v_head, c * C, b.slice_ready[h])
+
+
+@T.macro
+def load_slice(
+    spec: Spec, m: Smem, b: Barriers, w: Work, slot, tail, n, h, v_head, v, T_inv, do, S, dS, dv, cleanings: T.Ref
+):
     """Slice h of V of one value head, the n-th of the CTA; T with the first slice."""
     stage = n % HEAD_STAGES
     row = h * C
     T.barrier_wait(b.slice_free[h], (n + 1) % 2)
     for c in spec.k_slices:
         col = c * C
-        T.tma_copy(S[slot, v_head, row : row + C, col : col + C], m.S[h, 0:C, col : col + C], barrier=b.slice_ready[h])
+        if len(spec.v_slices) == 1:
+            T.tma_copy(S[slot, v_head, 0:C, col : col + C], m.S[h, 0:C, col : col + C], barrier=b.slice_ready[h])
         T.tma_copy(
             dS[slot, v_head, row : row + C, col : col + C], m.S[h, C : 2 * C, col : col + C], barrier=b.slice_ready[h]
         )
+    if len(spec.v_slices) > 1:
+        load_state(spec, m, b, w, slot, tail, h, v_head, S, dv)
     if w.count == C:
         load_tile(v, m.v[h, :, :], w, v_head, row, b.slice_ready[h])
         if T.shuffle_elect(32):
@@ -85,9 +106,9 @@ def load_slice(spec: Spec, m: Smem, b: Barriers, w: Work, slot, n, h, v_head, v,
 
 
 @T.macro
-def load_role(spec: Spec, m: Smem, b: Barriers, a: Items, q, k, v, T_inv, do, S, dS):
+def load_role(spec: Spec, m: Smem, b: Barriers, a: Items, q, k, v, T_inv, do, S, dS, dv):
     """Announces the items and runs ahead: a first head is under way before its q and k have a place."""
-    item, slot, batch, left, count, k_head, cleanings, n, turn = (T.alloc_var("int32") for _ in range(9))
+    item, slot, batch, left, count, k_head, cleanings, n, turn, seq = (T.alloc_var("int32") for _ in range(10))
     w = Work(batch, left, count, k_head)
     item = a.first - a.step
     cleanings = 0
@@ -95,12 +116,19 @@ def load_role(spec: Spec, m: Smem, b: Barriers, a: Items, q, k, v, T_inv, do, S,
     turn = 0
     count = 1
     while count > 0:
-        next_item(a, item, slot, batch, left, count, k_head)
+        next_item(a, item, slot, seq, batch, left, count, k_head)
         put_info(m, turn % ITEM_STAGES, batch, left, count, k_head)
         pipeline.arrive(b.item_known, turn % ITEM_STAGES)
+        if count > 0:
+            if T.shuffle_elect(32):  # they wait for the last item's end, S, dS and v do not
+                prefetch.tile(q, batch, left, k_head)
+                prefetch.tile(k, batch, left, k_head)
         for head in T.serial(T.if_then_else(count > 0, a.group, 0)):
             for h in T.unroll(len(spec.v_slices), unroll_factor=1):
-                load_slice(spec, m, b, w, slot, n, h, k_head * a.group + head, v, T_inv, do, S, dS, cleanings)
+                load_slice(
+                    spec, m, b, w, slot, dS.shape[0] + seq, n, h, k_head * a.group + head, v, T_inv, do, S, dS, dv,
+                    cleanings,
+                )  # fmt: skip
             if head == 0:
                 T.barrier_wait(b.qk_free, (turn + 1) % 2)
                 load_chunk(spec, m, b, w, q, k, cleanings)
@@ -136,6 +164,7 @@ def store_role(spec: Spec, m: Smem, b: Barriers, a: Items, dq, dk, dv):
             for head in T.serial(a.group):
                 for h in T.unroll(len(spec.v_slices), unroll_factor=1):
                     T.barrier_wait(b.dv_ready[h], n % 2)
+                    T.barrier_wait(b.slice_ready[len(spec.v_slices) - 1], n % 2)  # S has left dv's rows
                     store_tile(dv, m.v, h, w, k_head * a.group + head, h * C)
                     pipeline.arrive(b.slice_free, h)
                 n += 1

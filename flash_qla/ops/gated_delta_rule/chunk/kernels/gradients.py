@@ -44,7 +44,7 @@ from .build import BARE_PASS_CONFIGS, build
 from .gradient_rows import factors_of, row_role
 from .gradient_smem import Barriers, Smem, Spec, allocate
 from .gradient_tma import load_role, store_role
-from .tiles import dots, fragments, pipeline, program
+from .tiles import dots, fragments, pipeline, prefetch, program
 from .tiles.items import ITEM_STAGES, Items
 
 CHAIN_BARRIER, QUERY_BARRIER, KEY_BARRIER = 13, 14, 15  # named barriers inside a role
@@ -53,9 +53,8 @@ REGISTERS = {
     64: {"load": 56, "chain": 184, "query": 128, "key": 144},
     128: {"load": 40, "chain": 168, "query": 144, "key": 160},
 }
-KNOWN_SPILL_BYTES = 64  # K = 128, V = 64: the other variants spill nothing
 PASS_CONFIGS = {**BARE_PASS_CONFIGS, "tl.disable_loop_unswitching": True}
-SOURCE = fragments.LEAN_SOURCE + fragments.STORE_SOURCE + fragments.READ_SOURCE
+SOURCE = prefetch.SOURCE + fragments.LEAN_SOURCE + fragments.STORE_SOURCE + fragments.READ_SOURCE
 
 
 @T.macro
@@ -158,7 +157,8 @@ def chain_role(spec: Spec, m: Smem, b: Barriers, a: Items):
 
 @T.macro
 def query_role(spec: Spec, m: Smem, b: Barriers, a: Items, scale):
-    v_slices = len(spec.v_slices)
+    # A loop of one trip would dissolve, and its addresses take registers all the time: 64 bytes spilled.
+    v_slices = len(spec.v_slices) if len(spec.v_slices) > 1 else dots.opaque(1)
     dQ = T.alloc_fragment((C, spec.head_dim_k), "float32")
     Y = T.alloc_fragment((C, C), "float32")
     A_op = T.alloc_fragment((C, C), spec.dtype)
@@ -350,12 +350,13 @@ def make(spec: Spec):
     K, V = spec.head_dim_k, spec.head_dim_v
     registers = REGISTERS[K]
     t = program.Tensors.of(spec)
-    num_slots = T.dynamic("num_slots")
+    num_slots, state_slots = T.dynamic("num_slots state_slots")
 
     @T.prim_func
     def gradients(
         q: t.keys("q"), k: t.keys("k"), v: t.values("v"), T_inv: t.inverse(), g_cumsum: t.per_head(),
-        beta: t.gates("beta", spec.beta_dtype), do: t.values("do"), S: t.states(num_slots, spec.dtype),
+        beta: t.gates("beta", spec.beta_dtype), do: t.values("do"),
+        S: T.Tensor((state_slots, t.num_v_heads, C, K), spec.dtype),
         dS: t.states(num_slots, spec.dtype), cu: program.cu_seqlens(),
         dq: t.per_key_head(K, dtype=spec.dtype), dk: t.per_key_head(K, dtype=spec.dtype),
         dv: t.per_head(V, dtype=spec.dtype), dbeta: t.per_head(), dg: t.per_head(),
@@ -372,7 +373,7 @@ def make(spec: Spec):
             if tx < 128:
                 T.set_max_nreg(registers["load"], 0)
                 if tx < 32:
-                    load_role(spec, m, b, a, q, k, v, T_inv, do, S, dS)
+                    load_role(spec, m, b, a, q, k, v, T_inv, do, S, dS, dv)
                 elif tx < 64:
                     row_role(m, b, a, scale, g_cumsum, beta, dbeta, dg)
                 elif tx < 96:
@@ -400,15 +401,14 @@ def gradients(dq, dk, dv, dbeta, dg, q, k, v, T_inv, g_cumsum, beta, do, scale, 
 
     Args:
         dq, dk: `[B, T, Hq, K]` contiguous destinations in q's dtype, summed over each key head's value heads.
-        dv: `[B, T, Hv, V]` contiguous destination in q's dtype.
+        dv: `[B, T, Hv, V]` contiguous destination in q's dtype; half of S lies there before (`backward_states`).
         dbeta, dg: `[B, T, Hv]` contiguous fp32 destinations; dg is the gradient of the raw gate.
         q, k, v, do: `[B, T, H, D]`, TMA-ready (`launch.tma_ready`), native head sizes.
         T_inv: `[B, T, Hv, C]` contiguous, the gated inverse without beta.
         g_cumsum: `[B, T, Hv]` fp32 contiguous, natural log.
         beta: `[B, T, Hv]` fp32, bf16 or fp16, any strides.
         scale: factor of q.
-        S, dS: `[slots, Hv, V, K]` contiguous in q's dtype: the state entering each chunk, and the cotangent of the one
-            leaving it, numbered as `Sequences` numbers chunk slots.
+        S, dS: from `backward_states`: the state entering each chunk, and the cotangent of the one leaving it.
         seqs: the sequences.
 
     Rows of no sequence become zero in all five.
@@ -420,5 +420,5 @@ def gradients(dq, dk, dv, dbeta, dg, q, k, v, T_inv, g_cumsum, beta, do, scale, 
     kernel(
         q, k, v, T_inv, g_cumsum, beta, do, S, dS, cu, dq, dk, dv, dbeta, dg,
         scale, v.shape[2] // q.shape[2], seqs.num_seqs, cu_step, seq_len,
-        min(S.shape[0] * q.shape[2], archs.num_sms(device)),
+        min(dS.shape[0] * q.shape[2], archs.num_sms(device)),
     )  # fmt: skip

@@ -93,19 +93,20 @@ def solve_and_walk(o, ht, h, q, k, v, g, beta, scale, h0, seqs: Sequences, keep_
     if _is_empty(seqs):
         g_cumsum, T_inv = solve(k, g, beta, seqs)
         fused_forward(o, ht, h, q, k, v, T_inv, g_cumsum, beta, scale, h0, seqs)
-        return g_cumsum, T_inv
+        return g_cumsum, T_inv if keep_inverse else None
     dim_k, dim_v, padded = native_head_dim(k.shape[-1]), native_head_dim(v.shape[-1]), _Padded()
     with on_device(k.device):
         # Whatever else is launched comes before solve: the walk starts while solve ends.
         q, k, v = (tma_ready(_pad(x, dim)) for x, dim in ((q, dim_k), (k, dim_k), (v, dim_v)))
         h0 = _pad_state(h0, dim_k, dim_v)
         targets = padded(o, dim_v), padded(ht, dim_k, dim_v), padded(h, dim_k, dim_v)
-        g_cumsum, T_inv = _solve.solve(k, g, beta, seqs, whole=keep_inverse)
+        ready = not keep_inverse
+        g_cumsum, T_inv = _solve.solve(k, g, beta, seqs, whole=keep_inverse, ready=ready)
         _fused_fwd.fused_forward(
-            *targets, q, k, v, T_inv, g_cumsum, beta, scale, h0, seqs, follows_solve=True
+            *targets, q, k, v, T_inv, g_cumsum, beta, scale, h0, seqs, follows_solve=True, ready=ready
         )  # fmt: skip
         padded.write_back()
-    return g_cumsum, T_inv
+    return g_cumsum, T_inv if keep_inverse else None
 
 
 def entering_states(k, v, T_inv, g_cumsum, beta, h0, seqs: Sequences, split: Split, for_backward=False):
@@ -144,20 +145,25 @@ def fused_forward(o, ht, h, q, k, v, T_inv, g_cumsum, beta, scale, h0, seqs: Seq
 
 
 def backward_states(
-    q, k, v, T_inv, g_cumsum, beta, do, scale, h0, dht, dh0, seqs: Sequences, entering=None, leaving=None
+    q, k, v, T_inv, g_cumsum, beta, do, scale, h0, dht, dh0, seqs: Sequences, entering=None, leaving=None, dv=None
 ):
+    """As `reference.backward_states`. The first result is (S, the rest of it): the rest lies in dv, v's gradient to be,
+    or in as much memory where dv is None or has no native head size.
+    """
     if _is_empty(seqs):
         _pass_state_through(dh0, dht)
         return None, None
     dim_k, dim_v, padded = native_head_dim(k.shape[-1]), native_head_dim(v.shape[-1]), _Padded()
+    if dv is None or dv.shape[-1] != dim_v:
+        dv = v.new_empty((*v.shape[:3], dim_v))
     with on_device(k.device):
         S, dS = _states.backward_states(
             _pad(q, dim_k), _pad(k, dim_k), _pad(v, dim_v), T_inv, g_cumsum, beta, _pad(do, dim_v), scale,
             _pad_state(h0, dim_k, dim_v), _pad_state(dht, dim_k, dim_v), padded(dh0, dim_k, dim_v), seqs,
-            entering, leaving,
+            entering, leaving, dv=dv,
         )  # fmt: skip
         padded.write_back()
-    return S, dS
+    return (S, dv), dS
 
 
 def gradients(dq, dk, dv, dbeta, dg, q, k, v, T_inv, g_cumsum, beta, do, scale, S, dS, seqs: Sequences):
@@ -167,10 +173,13 @@ def gradients(dq, dk, dv, dbeta, dg, q, k, v, T_inv, g_cumsum, beta, do, scale, 
         return
     dim_k, dim_v, padded = native_head_dim(k.shape[-1]), native_head_dim(v.shape[-1]), _Padded()
     inputs = (tma_ready(_pad(x, dim)) for x, dim in ((q, dim_k), (k, dim_k), (v, dim_v), (do, dim_v)))
+    S, room = S
     with on_device(k.device):
         q, k, v, do = inputs
         _gradients.gradients(
-            padded(dq, dim_k), padded(dk, dim_k), padded(dv, dim_v), dbeta, dg, q, k, v, T_inv, g_cumsum, beta, do,
+            padded(dq, dim_k), padded(dk, dim_k), room, dbeta, dg, q, k, v, T_inv, g_cumsum, beta, do,
             scale, S, dS, seqs,
         )  # fmt: skip
         padded.write_back()
+        if room is not dv:
+            dv.copy_(room[..., : dv.shape[-1]])

@@ -23,7 +23,7 @@ Roles (W value warpgroups, 64 rows of the transposed state each):
 One operands warpgroup cannot keep up with a single value warpgroup: two take chunks by turns. Two value warpgroups take
 turns on the tensor cores (S w^T and Q's product, then K's): side by side they would wait and work at the same times.
 
-Barriers (arrivals count warps; rings of `STAGES`, `X_SLOTS`, `W_SLOTS`; `loaded`, `decayed`: `Spec.ring`):
+Barriers (arrivals count warps; rings of `Spec.stages`, `X_SLOTS`, `W_SLOTS`; `loaded`, `decayed`: `Spec.ring`):
     name        signalled by        waited by        guards
     loaded      load (TMA bytes)    operands         k, q, t (value sees them through b1_ready)
     x_loaded    load (TMA bytes)    value            x (operands too, at a sequence's end)
@@ -45,7 +45,8 @@ and acc_factor: fp32).
 
 ptxas (13.0) puts waits into the forward walk when the value role is the last branch of the kernel: it comes first.
 
-Shared memory, K = V = 128: a stage is k 16 + q 16 + t 8 KB + 1 KB of row factors (3); x 8 W (2); w 16 (2); out 16 W.
+Shared memory, K = V = 128, in KB: a stage is k 16 + q 16 + t 8 (W = 1: 4, W = 2: 3 of them); x 8 W (2); w 16 (2);
+out 16 W. Row factors 2.3 KB, static: TileLang rounds each dynamic array up to 1 KB, and W = 1 has 3 KB left.
 """
 
 from dataclasses import dataclass
@@ -58,7 +59,7 @@ from .tiles.gate import LOG2E
 from .tiles.pipeline import ROWS
 
 V_TILE = 64
-STAGES = 3
+FACTORS = 3  # slots of the row factors
 X_SLOTS = 2
 W_SLOTS = 2
 PREFETCH_CHUNKS = 2
@@ -103,7 +104,12 @@ class Spec:
     @property
     def ring(self) -> int:
         """Barriers of `loaded` and `decayed`: an operands warpgroup sees every phase of those that it waits for."""
-        return STAGES * self.operands_warpgroups
+        return self.stages * self.operands_warpgroups
+
+    @property
+    def stages(self) -> int:
+        """Of k, q and t. The fourth hides a load's latency, where there is room for it: 4 % of a launch (H200)."""
+        return 4 if self.value_warpgroups == 1 else 3
 
     @property
     def x_factor_dtype(self) -> str:
@@ -134,7 +140,6 @@ class Smem:
     w: object
     out: object
     g: object
-    g_scaled: object
     t_factor: object
     x_factor: object
     acc_factor: object
@@ -195,11 +200,11 @@ def prefetch_gates(walk: Walk, i, g_cumsum, beta):
 def load_role(spec: Spec, m: Smem, walk: Walk, q, k, x, T_inv, g_cumsum, beta):
     K = spec.head_dim_k
     for i in T.serial(walk.updates):
-        stage = i % STAGES
+        stage = i % spec.stages
         slot = i % X_SLOTS
         left = walk.start + walk.chunk(i) * C
         right = left + C
-        T.barrier_wait(m.freed[stage], (i // STAGES + 1) % 2)
+        T.barrier_wait(m.freed[stage], (i // spec.stages + 1) % 2)
         T.tma_copy(k[walk.batch, left:right, walk.k_head, 0:K], m.k[stage, :, :], barrier=m.loaded[i % spec.ring])
         if walk.reverse:
             T.tma_copy(q[walk.batch, left:right, walk.k_head, 0:K], m.q[stage, :, :], barrier=m.loaded[i % spec.ring])
@@ -217,16 +222,46 @@ def load_role(spec: Spec, m: Smem, walk: Walk, q, k, x, T_inv, g_cumsum, beta):
             T.barrier_arrive(m.x_loaded[slot])
 
 
+@dataclass
+class Halves:
+    """Where the forward walk's states go where V has two tiles: the second one of a whole chunk lies in dv's rows.
+
+    dv is written last of all, by gradients, which has read the state of the same chunk and head before.
+
+    Attributes:
+        S: `[slots + N, Hv, 64, K]`: first tiles; then, by sequence, the second tile of its last chunk if that is short.
+        dv: `[B, T, Hv, V]`: rows of a whole chunk hold its second tile's rows.
+        tail: slot of the sequence's last chunk's second tile.
+    """
+
+    S: object
+    dv: object
+    tail: object
+
+
 @T.macro
 def store_role(spec: Spec, m: Smem, walk: Walk, w, states):
     v_col = walk.v_col + w * V_TILE
     for i in T.serial(walk.chunks):
         T.barrier_wait(m.staged[w], i % 2)
-        T.copy(
-            m.out[w, :, :],
-            states[walk.first_slot + walk.chunk(i), walk.v_head, v_col : v_col + V_TILE, 0 : spec.head_dim_k],
-        )
+        if isinstance(states, Halves):
+            store_half(spec, m, walk, w, v_col, walk.chunk(i), states)
+        else:
+            T.copy(
+                m.out[w, :, :],
+                states[walk.first_slot + walk.chunk(i), walk.v_head, v_col : v_col + V_TILE, 0 : spec.head_dim_k],
+            )
         pipeline.arrive(m.sent, w)
+
+
+@T.macro
+def store_half(spec: Spec, m: Smem, walk: Walk, w, v_col, chunk, states: Halves):
+    left = walk.start + chunk * C
+    if v_col != 0 and walk.length - chunk * C >= C:
+        T.copy(m.out[w, :, :], states.dv[walk.batch, left : left + C, walk.v_head, 0 : spec.head_dim_k])
+    else:
+        slot = T.if_then_else(v_col == 0, walk.first_slot + chunk, states.tail)
+        T.copy(m.out[w, :, :], states.S[slot, walk.v_head, 0:V_TILE, 0 : spec.head_dim_k])
 
 
 @T.macro
@@ -250,32 +285,32 @@ def gate_role(spec: Spec, m: Smem, walk: Walk, g_cumsum, beta, scale):
     g = T.alloc_local((2,), "float32")
     b = T.alloc_local((2,), "float32")
     for i in T.serial(walk.updates):
-        stage = i % STAGES
+        slot = i % FACTORS
         left = walk.start + walk.chunk(i) * C
         last = T.min(walk.length - walk.chunk(i) * C, C) - 1
         load_gates(walk, left, last, lane, g_cumsum, beta, g_last, g, b)
-        T.barrier_wait(m.freed[stage], (i // STAGES + 1) % 2)
+        if i >= FACTORS:
+            T.barrier_wait(m.freed[(i - FACTORS) % spec.stages], ((i - FACTORS) // spec.stages) % 2)
         for half in T.unroll(2):
             row = lane + 32 * half
             if walk.reverse:
-                m.g[stage, row] = g[half]
-                m.g_scaled[stage, row] = g[half] + T.log2(T.abs(scale))
-                m.t_factor[stage, row] = T.exp2(g_last - g[half])
-                m.x_factor[stage, row] = scale * T.exp2(g[half])
-                m.acc_factor[stage, row] = -b[half] * T.exp2(g[half])
+                m.g[slot, row] = g[half]
+                m.t_factor[slot, row] = T.exp2(g_last - g[half])
+                m.x_factor[slot, row] = scale * T.exp2(g[half])
+                m.acc_factor[slot, row] = -b[half] * T.exp2(g[half])
             else:
-                m.t_factor[stage, row] = -b[half] * T.exp2(g[half])
-                m.x_factor[stage, row] = b[half]
-                m.acc_factor[stage, row] = T.exp2(g_last - g[half])
+                m.t_factor[slot, row] = -b[half] * T.exp2(g[half])
+                m.x_factor[slot, row] = b[half]
+                m.acc_factor[slot, row] = T.exp2(g_last - g[half])
         if lane == 0:
-            m.total[stage] = T.exp2(g_last)
+            m.total[slot] = T.exp2(g_last)
         pipeline.arrive(m.decayed, i % spec.ring)
 
 
 @T.macro
 def zero_past_end(spec: Spec, m: Smem, walk: Walk, i, valid, barrier):
     """For the calling operands warpgroup, and through `b1_ready` for the value warpgroups."""
-    stage = i % STAGES
+    stage = i % spec.stages
     slot = i % X_SLOTS
     rows.zero_stage_from(m.k, stage, valid, spec.head_dim_k)
     rows.zero_stage_from(m.t, stage, valid, C)
@@ -288,13 +323,13 @@ def zero_past_end(spec: Spec, m: Smem, walk: Walk, i, valid, barrier):
 
 
 @T.macro
-def forward_products(spec: Spec, m: Smem, stage, barrier, T_op, B1_op, acc, P):
+def forward_products(spec: Spec, m: Smem, stage, factor, barrier, T_op, B1_op, acc, P):
     """Issues w's products; T beta takes T's place. T_op = -T beta Gamma is w's left operand."""
     fragments.load_tile_unfenced(T_op, m.t, stage)
     for i, j in T.Parallel(C, C):
-        B1_op[i, j] = T_op[i, j] * m.x_factor[stage, j]
+        B1_op[i, j] = T_op[i, j] * m.x_factor[factor, j]
     for i, j in T.Parallel(C, C):
-        T_op[i, j] = T_op[i, j] * m.t_factor[stage, j]
+        T_op[i, j] = T_op[i, j] * m.t_factor[factor, j]
     T.wgmma_gemm(T_op, m.k[stage, :, 0:64], acc, clear_accum=True)
     if spec.head_dim_k > 64:
         T.wgmma_gemm(T_op, m.k[stage, :, 64:128], P, clear_accum=True)
@@ -304,16 +339,16 @@ def forward_products(spec: Spec, m: Smem, stage, barrier, T_op, B1_op, acc, P):
 
 
 @T.macro
-def reverse_products(spec: Spec, m: Smem, stage, negate, T_op, B1_op, acc, P):
+def reverse_products(spec: Spec, m: Smem, stage, factor, scale, T_op, B1_op, acc, P):
     """Issues Q K^T, w's first product (T_op = T^T e is its left operand) and P T."""
     T.wgmma_gemm(m.q[stage, :, :], m.k[stage, :, :], P, transpose_B=True, clear_accum=True)
     fragments.load_tile_transposed(T_op, m.t, stage)
     for t, i in T.Parallel(C, C):
-        T_op[t, i] = T_op[t, i] * m.t_factor[stage, i]
+        T_op[t, i] = T_op[t, i] * m.t_factor[factor, i]
     T.wgmma_gemm(T_op, m.k[stage, :, 0:64], acc, clear_accum=True)
     T.wait_wgmma(1)
     pipeline.settle(P)
-    pairs.gate_pairs(B1_op, P, m.g_scaled, m.g, stage, negate)
+    pairs.gate_pairs(B1_op, P, m.g, factor, T.log2(T.abs(scale)), T.cast(scale < 0.0, "int32"))
     T.wgmma_gemm(B1_op, m.t[stage, :, :], P, clear_accum=True)
 
 
@@ -329,17 +364,18 @@ def operands_role(spec: Spec, m: Smem, walk: Walk, first, scale):
     turns = spec.operands_warpgroups
     for turn in T.serial((walk.updates - first + turns - 1) // turns):
         i = turn * turns + first
-        stage = i % STAGES
+        stage = i % spec.stages
         slot = i % W_SLOTS
+        factor = i % FACTORS
         T.barrier_wait(m.loaded[i % spec.ring], (i // spec.ring) % 2)
         T.barrier_wait(m.decayed[i % spec.ring], (i // spec.ring) % 2)
         valid = walk.length - walk.chunk(i) * C
         if valid < C:
             zero_past_end(spec, m, walk, i, valid, barrier)
         if walk.reverse:
-            reverse_products(spec, m, stage, T.cast(scale < 0.0, "int32"), T_op, B1_op, acc, P)
+            reverse_products(spec, m, stage, factor, scale, T_op, B1_op, acc, P)
         else:
-            forward_products(spec, m, stage, barrier, T_op, B1_op, acc, P)
+            forward_products(spec, m, stage, factor, barrier, T_op, B1_op, acc, P)
         T.barrier_wait(m.w_free[slot], (i // W_SLOTS + 1) % 2)
         T.wait_wgmma(1 if walk.reverse or wide else 0)
         pipeline.settle(acc)
@@ -379,10 +415,10 @@ def stage_state(spec: Spec, m: Smem, i, S_op):
 @T.macro
 def start_chunk(spec: Spec, m: Smem, walk: Walk, i, acc):
     """Issues acc = x^T B1 of step i (forward: V^T (T beta)^T): needs no state."""
-    stage = i % STAGES
+    stage = i % spec.stages
     slot = i % X_SLOTS
     T.barrier_wait(m.x_loaded[slot], (i // X_SLOTS) % 2)
-    T.barrier_wait(m.b1_ready[stage], (i // STAGES) % 2)  # which waited for loaded and decayed
+    T.barrier_wait(m.b1_ready[stage], (i // spec.stages) % 2)  # which waited for loaded and decayed
     T.wgmma_gemm(
         m.x[slot, :, :], m.t[stage, :, :], acc, transpose_A=True, transpose_B=not walk.reverse, clear_accum=True,
         policy=ROWS,
@@ -418,20 +454,21 @@ def value_role(spec: Spec, m: Smem, walk: Walk, first_state, starts, last_state)
     if spec.value_warpgroups == 2:
         pipeline.give_turn(TURN_BARRIER, warpgroup() == 1 and walk.updates > 0)
     for i in T.serial(walk.updates):
-        stage = i % STAGES
+        stage = i % spec.stages
+        factor = i % FACTORS
         T.copy(S, S_op)
         T.barrier_wait(m.w_ready[i % W_SLOTS], (i // W_SLOTS) % 2)
         if spec.value_warpgroups == 2:
             pipeline.await_turn(TURN_BARRIER + warpgroup())
         T.wgmma_gemm(S_op, m.w[i % W_SLOTS, :, :], acc, transpose_B=True, policy=ROWS)
-        total = m.total[stage]
+        total = m.total[factor]
         for jv, jk in T.Parallel(width, K):
             S[jv, jk] *= total
         if walk.reverse:
             T.wait_wgmma(1)  # long over; without it ptxas serialises (C7514)
             load_x(spec, m, i % X_SLOTS, x_op)
             for jv, j in T.Parallel(width, C):
-                x_op[jv, j] = x_op[jv, j] * m.x_factor[stage, j]
+                x_op[jv, j] = x_op[jv, j] * m.x_factor[factor, j]
             T.wgmma_gemm(x_op, m.q[stage, :, :], S, policy=ROWS)
         if not spec.ends_only:
             stage_state(spec, m, i, S_op)
@@ -440,7 +477,7 @@ def value_role(spec: Spec, m: Smem, walk: Walk, first_state, starts, last_state)
         pipeline.arrive(m.w_free, i % W_SLOTS)
         pipeline.arrive(m.x_free, i % X_SLOTS)  # x_op is in use: its ldmatrix is over
         for jv, j in T.Parallel(width, C):
-            acc_op[jv, j] = acc[jv, j] * m.acc_factor[stage, j]
+            acc_op[jv, j] = acc[jv, j] * m.acc_factor[factor, j]
         T.wgmma_gemm(acc_op, m.k[stage, :, :], S, policy=ROWS)
         if spec.value_warpgroups == 2:  # the second warpgroup gives the last turn to nobody
             pipeline.give_turn(TURN_BARRIER + 1 - warpgroup(), warpgroup() == 0 or i + 1 < walk.updates)
@@ -467,7 +504,7 @@ def value_role(spec: Spec, m: Smem, walk: Walk, first_state, starts, last_state)
 
 def allocate(spec: Spec) -> Smem:
     """Allocates a CTA's shared memory, annotates its swizzles and makes the barriers."""
-    wgs, ring, K = spec.value_warpgroups, (STAGES, C), spec.head_dim_k
+    wgs, ring, factors, K = spec.value_warpgroups, (spec.stages, C), (FACTORS, C), spec.head_dim_k
     warps = pipeline.WARPS_PER_WARPGROUP
     m = Smem(
         k=T.alloc_shared((*ring, K), spec.dtype),
@@ -476,20 +513,19 @@ def allocate(spec: Spec) -> Smem:
         x=T.alloc_shared((X_SLOTS, C, spec.width), spec.dtype),
         w=T.alloc_shared((W_SLOTS, C, K), spec.dtype),
         out=T.alloc_shared((wgs, V_TILE, K), spec.dtype),
-        g=T.alloc_shared(ring, "float32"),
-        g_scaled=T.alloc_shared(ring, "float32"),
-        t_factor=T.alloc_shared(ring, spec.dtype),
-        x_factor=T.alloc_shared(ring, spec.x_factor_dtype),
-        acc_factor=T.alloc_shared(ring, "float32"),
-        total=T.alloc_shared((STAGES,), "float32"),
+        g=T.alloc_shared(factors, "float32", scope="shared"),
+        t_factor=T.alloc_shared(factors, spec.dtype, scope="shared"),
+        x_factor=T.alloc_shared(factors, spec.x_factor_dtype, scope="shared"),
+        acc_factor=T.alloc_shared(factors, "float32", scope="shared"),
+        total=T.alloc_shared((FACTORS,), "float32", scope="shared"),
         loaded=T.alloc_barrier([1] * spec.ring),
         x_loaded=T.alloc_barrier([1] * X_SLOTS),
         decayed=T.alloc_barrier([1] * spec.ring),
-        b1_ready=T.alloc_barrier([warps] * STAGES),
+        b1_ready=T.alloc_barrier([warps] * spec.stages),
         w_ready=T.alloc_barrier([warps] * W_SLOTS),
         w_free=T.alloc_barrier([warps * wgs] * W_SLOTS),
         x_free=T.alloc_barrier([warps * wgs] * X_SLOTS),
-        freed=T.alloc_barrier([warps * wgs] * STAGES),
+        freed=T.alloc_barrier([warps * wgs] * spec.stages),
         staged=T.alloc_barrier([warps] * wgs),
         sent=T.alloc_barrier([1] * wgs),
     )

@@ -16,7 +16,7 @@ from ..constants import CHUNK_SIZE as C
 from ..sequences import Sequences
 from . import launch
 from .build import BARE_PASS_CONFIGS, build
-from .state_walk import V_TILE, Spec, Walk, allocate, run_roles, sources
+from .state_walk import V_TILE, Halves, Spec, Walk, allocate, run_roles, sources
 from .tiles import program
 
 PASS_CONFIGS = BARE_PASS_CONFIGS
@@ -32,16 +32,17 @@ def make(spec: Spec):
     """Returns the prim_func of a specification."""
     t = program.Tensors.of(spec)
     num_k_heads, num_v_heads = t.num_k_heads, t.num_v_heads
-    slots, entering_slots, leaving_slots = T.dynamic("slots entering_slots leaving_slots")
+    slots, state_slots, entering_slots, leaving_slots = T.dynamic("slots state_slots entering_slots leaving_slots")
 
     @T.prim_func
     def backward_states(
         q: t.keys("q"), k: t.keys("k"), v: t.values("v"), do: t.values("do"), T_inv: t.inverse(),
         g_cumsum: t.per_head(), beta: t.gates("beta", spec.beta_dtype), h0: t.state("h0", spec.h0_dtype),
         dht: t.state("dht", spec.dht_dtype), dh0: t.state("dh0", spec.h0_dtype), entering: t.states(entering_slots),
-        leaving: t.states(leaving_slots), cu: program.cu_seqlens(), S: t.states(slots, spec.dtype),
-        dS: t.states(slots, spec.dtype), scale: T.float32, num_seqs: T.int32, cu_step: T.int32, seq_len: T.int32,
-        segment_tokens: T.int32, num_segments: T.int32,
+        leaving: t.states(leaving_slots), cu: program.cu_seqlens(),
+        S: T.Tensor((state_slots, num_v_heads, V_TILE, spec.head_dim_k), spec.dtype),
+        dv: t.per_head(spec.head_dim_v, dtype=spec.dtype), dS: t.states(slots, spec.dtype), scale: T.float32,
+        num_seqs: T.int32, cu_step: T.int32, seq_len: T.int32, segment_tokens: T.int32, num_segments: T.int32,
     ):  # fmt: skip
         with T.Kernel(2 * num_segments * num_v_heads * spec.v_tiles, threads=spec.threads) as (block,):
             T.import_source(sources(spec.dtype))
@@ -74,13 +75,19 @@ def make(spec: Spec):
                 run_roles(spec, m, walk, q, k, do, *inputs, dS, dht, leaving, dh0)
             else:
                 updates = T.max(chunks - 1, 0)
-                run_roles(spec, m, Walk(False, inner=segment, **where), q, k, v, *inputs, S, h0, entering, None)
+                stored = S if spec.head_dim_v == V_TILE else Halves(S, dv, slots + n)
+                run_roles(spec, m, Walk(False, inner=segment, **where), q, k, v, *inputs, stored, h0, entering, None)
 
     return backward_states
 
 
+def num_state_slots(seqs: Sequences, head_dim_v: int) -> int:
+    """Slots of S: those of the chunks, and where V has two tiles one for each sequence (`state_walk.Halves`)."""
+    return seqs.max_slots + (seqs.num_seqs if head_dim_v > V_TILE else 0)
+
+
 def backward_states(
-    q, k, v, T_inv, g_cumsum, beta, do, scale, h0, dht, dh0, seqs: Sequences, entering=None, leaving=None
+    q, k, v, T_inv, g_cumsum, beta, do, scale, h0, dht, dh0, seqs: Sequences, entering=None, leaving=None, *, dv
 ):
     """Runs both recurrences.
 
@@ -91,10 +98,12 @@ def backward_states(
         h0, dht: `[N, Hv, K, V]` logical (strided) or None for zeros.
         dh0: `[N, Hv, K, V]` logical destination of the reverse state before the first chunk, or None.
         entering, leaving: `SegmentStates` of both walks where every segment starts at once (one split), or None.
+        dv: `[B, T, Hv, V]` contiguous in k's dtype: room for half of S where V has two tiles.
 
     Returns:
-        S and dS `[slots, Hv, V, K]` in k's dtype: transposed state entering, state cotangent leaving, each chunk.
-        Slots that no chunk owns are not written.
+        S and dS in k's dtype: transposed state entering, state cotangent leaving, each chunk. dS: `[slots, Hv, V, K]`,
+        S: `[num_state_slots, Hv, 64, K]`, the rest of it in dv (`state_walk.Halves`). Slots that no chunk owns are not
+        written.
     """
     device = k.device
     K, V, Hv = k.shape[-1], v.shape[-1], v.shape[2]
@@ -109,13 +118,14 @@ def backward_states(
     h0 = launch.present(h0, device, h0_dtype, Hv, K, V)
     dht = launch.present(dht, device, dht_dtype, Hv, K, V)
     dh0 = launch.present(dh0, device, h0_dtype, Hv, K, V)
-    S, dS = (torch.empty((seqs.max_slots, Hv, V, K), dtype=k.dtype, device=device) for _ in range(2))
+    S = torch.empty((num_state_slots(seqs, V), Hv, V_TILE, K), dtype=k.dtype, device=device)
+    dS = torch.empty((seqs.max_slots, Hv, V, K), dtype=k.dtype, device=device)
     q, k, v, do = (launch.tma_ready(x) for x in (q, k, v, do))
     cu, cu_step, seq_len = launch.cu_arguments(seqs, device)
     starts_forward, segment_tokens, num_slots = launch.segment_arguments(seqs, entering, device, Hv, V, K)
     starts_reverse, _, _ = launch.segment_arguments(seqs, leaving, device, Hv, V, K)
     kernel(
-        q, k, v, do, T_inv, g_cumsum, beta, h0, dht, dh0, starts_forward, starts_reverse, cu, S, dS, float(scale),
+        q, k, v, do, T_inv, g_cumsum, beta, h0, dht, dh0, starts_forward, starts_reverse, cu, S, dv, dS, float(scale),
         seqs.num_seqs, cu_step, seq_len, segment_tokens, num_slots,
     )  # fmt: skip
     return S, dS

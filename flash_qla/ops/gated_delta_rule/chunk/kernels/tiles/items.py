@@ -60,9 +60,9 @@ def get_info(m, row, batch: T.Ref, left: T.Ref, count: T.Ref, head: T.Ref):
 
 
 @T.macro
-def next_item(a: Items, item: T.Ref, slot: T.Ref, batch: T.Ref, left: T.Ref, count: T.Ref, k_head: T.Ref):
-    """Moves on to the CTA's next item that holds tokens; count is 0 when there is none."""
-    n, chunk, start, length = (T.alloc_var("int32") for _ in range(4))
+def next_item(a: Items, item: T.Ref, slot: T.Ref, n: T.Ref, batch: T.Ref, left: T.Ref, count: T.Ref, k_head: T.Ref):
+    """Moves on to the CTA's next item that holds tokens, of sequence n; count is 0 when there is none."""
+    chunk, start, length = (T.alloc_var("int32") for _ in range(3))
     count = 0
     while T.And(count <= 0, item + a.step < a.total):
         item = item + a.step

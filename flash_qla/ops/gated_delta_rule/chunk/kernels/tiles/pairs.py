@@ -19,13 +19,14 @@ __device__ __forceinline__ unsigned gated_pair(float first, float second, float 
   return rounded_pair(keep_first ? first * x : 0.f, keep_second ? second * y : 0.f);
 }
 // Blocks of 16 columns right of a warp's rows are zero, those left of them need no mask.
-__device__ __forceinline__ void gate_pairs(void* operand, float const* P, void const* row_gates,
-                                           void const* column_gates, int negate) {
+__device__ __forceinline__ void gate_pairs(void* operand, float const* P, void const* gates, float shift,
+                                           int negate) {
   unsigned* r = (unsigned*)operand;
   unsigned thread = thread_index(), row = (thread >> 2) & 7, column = (thread & 3) * 2;
   int warp = (thread >> 5) & 3;
-  float upper = ((float const*)row_gates)[warp * 16 + row], lower = ((float const*)row_gates)[warp * 16 + row + 8];
-  float2 const* columns = (float2 const*)column_gates + (thread & 3);
+  float const* rows = (float const*)gates + warp * 16 + row;
+  float upper = rows[0] + shift, lower = rows[8] + shift;
+  float2 const* columns = (float2 const*)gates + (thread & 3);
   bool first = column <= row, second = column < row;
 #pragma unroll
   for (int block = 0; block < 4; ++block) {
@@ -72,14 +73,15 @@ def source(dtype: str) -> str:
     return _SOURCE.replace("TYPE", _TYPES[dtype])
 
 
-def gate_pairs(operand, accumulator, row_gates, column_gates, stage, negate):
-    """Call expression: operand[i, j] = accumulator[i, j] 2^(rows_i - columns_j) for i >= j, 0 above, rounded.
+def gate_pairs(operand, accumulator, gates, stage, shift, negate):
+    """Call expression: operand[i, j] = accumulator[i, j] 2^(gates_i - gates_j + shift) for i >= j, 0 above, rounded.
 
     Args:
         operand: 64 x 64 A operand of one warpgroup.
         accumulator: 64 x 64, of the same warpgroup.
-        row_gates, column_gates: rings of 64 floats; only differences with i >= j are made.
-        stage: of both rings.
+        gates: ring of 64 floats; only differences with i >= j are made.
+        stage: of the ring.
+        shift: float32.
         negate: int32, whether the result is negated.
     """
     return T.call_extern(
@@ -87,8 +89,8 @@ def gate_pairs(operand, accumulator, row_gates, column_gates, stage, negate):
         "flash_qla::gate_pairs",
         operand.access_ptr("w"),
         accumulator.access_ptr("r"),
-        row_gates.access_ptr("r", offset=stage * 64),
-        column_gates.access_ptr("r", offset=stage * 64),
+        gates.access_ptr("r", offset=stage * 64),
+        shift,
         negate,
     )
 
