@@ -167,7 +167,7 @@ class FlashInfer:
 def _forward(function, arguments: dict) -> dict:
     import torch
 
-    with torch.no_grad():
+    with torch.inference_mode():
         o, ht = function(**arguments, output_final_state=True)
     return {"o": o, "ht": ht}
 

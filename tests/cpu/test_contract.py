@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 import flash_qla
+from flash_qla.ops.gated_delta_rule.chunk import interface
 from flash_qla.ops.gated_delta_rule.chunk import reference as stages
 from flash_qla.ops.gated_delta_rule.chunk.cp import FlashQLACPContext, build_cp_context
 from flash_qla.testing.compare import assert_close_per_head
@@ -523,6 +524,21 @@ def test_no_grad_and_inference_mode():
         with mode():
             o, ht = flash_qla.chunk_gated_delta_rule(**inputs.differentiable().kwargs, output_final_state=True)
         assert not o.requires_grad and torch.equal(o, expected["o"]) and torch.equal(ht, expected["ht"])
+
+
+def test_only_inference_mode_gives_up_the_inverse(monkeypatch):
+    """A reentrant checkpoint's first forward runs under no_grad: it must round as the recomputation does."""
+    kept, inner = [], interface.forward
+
+    def forward(*args, keep_inverse=True, **kwargs):
+        kept.append(keep_inverse)
+        return inner(*args, keep_inverse=keep_inverse, **kwargs)
+
+    monkeypatch.setattr(interface, "forward", forward)
+    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        with mode():
+            flash_qla.chunk_gated_delta_rule(**small().kwargs)
+    assert kept == [True, True, False]
 
 
 def test_integer_state_is_no_obstacle_to_grad_mode():

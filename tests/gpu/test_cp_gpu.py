@@ -231,6 +231,8 @@ def test_nan_stays_in_its_sequence():
 
 def test_lengths_and_heads_do_not_compile():
     """Guards the segments' compile keys: segment length, tolerance and everything else are run-time values."""
+    for segment_chunks in (1, 40):  # one value warpgroup a CTA, or two
+        run_public(make([8192], (4, 16)), cp_context=FlashQLACPContext(segment_chunks=segment_chunks))
     run_public(make([8192]), **FORCED)
     compiled = flash_qla.compile_count()
     for heads, lengths in (((2, 8), [3000, 5000]), ((1, 4), (2, 3000)), ((4, 16), [20000])):

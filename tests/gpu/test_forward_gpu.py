@@ -118,6 +118,18 @@ def test_states_entering_the_chunks(v_first, host_copy):
         assert_close_per_head({"ht": got}, truth(piece, gradients=False), BF16)
 
 
+@pytest.mark.parametrize("steps", [(-0.2, -0.6), (-0.257, -0.259), (0.0, -3.0)], ids=["mild", "bound", "mixed"])
+def test_inference_mode(steps):
+    """Guards the form of T that only inference uses; both kernels must take the same chunks for mild."""
+    inputs = make([1, 63, 64, 65, 0, 200, 333], profile="none")
+    inputs.g[:] = torch.tensor(steps, device=inputs.g.device).repeat(inputs.g.shape[2] // 2)
+    with torch.inference_mode():
+        results = run_public(inputs, gradients=False, auto_cp=False)
+        again = run_public(inputs, gradients=False, auto_cp=False)
+    assert_same_bits(results, again)
+    assert_close_per_head(results, {name: truth(inputs, gradients=False)[name] for name in results}, BF16)
+
+
 def test_low_level_forward():
     """Guards g_cumsum and A as users of the halves see them, the rows after the last sequence included."""
     inputs = make([130, 7, 64], profile="strong", tail_tokens=70)

@@ -209,9 +209,10 @@ def chunk_gated_delta_rule(
             if use_beta_sigmoid_in_kernel:
                 beta = _activate_beta(seqs.zero_padding(beta), allow_neg_eigval, compute)
         if not wants_grad:
+            # Without T_inv kernels round differently: not under no_grad, where a checkpoint's first forward may run.
             _, _, o, _, final_state, _ = forward(
                 stages, problem, seqs, q, k, v, g, beta, initial_state, output_final_state=output_final_state, out=out,
-                request=request, keep_inverse=False,
+                request=request, keep_inverse=not torch.is_inference_mode_enabled(),
             )  # fmt: skip
             if out is not None and not out.is_inference():
                 torch.autograd.graph.increment_version(out)  # kernels write behind autograd's back

@@ -39,7 +39,7 @@ def key_of(tensors, options) -> tuple | None:
         options: further values that decide.
 
     Equal metadata takes the same path through the package whatever the values are. Part of it: whether autograd will
-    want the call's gradients.
+    want the call's gradients, and inference mode.
     """
     first, types = tensors[0], (*map(type, options),)
     if type(first) not in _TENSORS or not _is_current(first.device) or torch.compiler.is_compiling():
@@ -63,7 +63,7 @@ def key_of(tensors, options) -> tuple | None:
                 with_gradients |= tracks and x.requires_grad
     except RuntimeError:  # a sparse tensor, or one without memory
         return None
-    key.append(with_gradients)
+    key += with_gradients, torch.is_inference_mode_enabled()
     return tuple(key)
 
 
