@@ -16,15 +16,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from flash_qla.ops.gated_delta_rule.chunk import reference
-from flash_qla.ops.gated_delta_rule.chunk.constants import CHUNK_SIZE, GATE_FLOOR
+from flash_qla.ops.gated_delta_rule.chunk.constants import CHUNK_SIZE, GATE_FLOOR, MILD, MILD_LOG2
 from flash_qla.ops.gated_delta_rule.chunk.reference import Chunks
 from flash_qla.testing.compare import compare_all, head_errors
 from tests.case_inputs import GRADIENTS, run_public, truth
 
 OUTPUTS = ("o", "ht")
-# gate.MILD and fused_roles.MILD_LOG2 as a natural log (those modules need tilelang).
-MILD = {torch.bfloat16: 16.5, torch.float16: 1.25}
-LARGEST_SCALE = {torch.bfloat16: 48 * math.log(2), torch.float16: 4 * math.log(2)}
 REDRAWN = 1.25  # what roundings that float32 sums tip over may make of an error
 
 
@@ -58,7 +55,8 @@ def judge(inputs, actual, names=(), *, gradients=True) -> None:
 def forward(inputs, dtype=None) -> dict:
     """Emulates the forward of training: o and ht, float64; arguments as `backward` (solve.py, fused_roles.py)."""
     problem = _Problem.of(inputs, dtype)
-    x, round16, limit = inputs, problem.round, LARGEST_SCALE.get(problem.dtype, 1.0)
+    x, round16, name = inputs, problem.round, str(problem.dtype).removeprefix("torch.")
+    mild, limit = MILD.get(name, 1.0), MILD_LOG2.get(name, 2.0) * math.log(2)
     seqs, all_rows = x.seqs, x.seqs.chunk_rows(x.q.device)
     o, ht = torch.zeros_like(x.v, dtype=torch.float64), torch.zeros_like(x.dht, dtype=torch.float64)
     for n, (first, count) in enumerate(zip(seqs.first_chunks(), seqs.num_chunks(), strict=True)):
@@ -66,7 +64,7 @@ def forward(inputs, dtype=None) -> dict:
         pending = state.new_zeros(1, state.shape[1], 1, 1)  # log of the true state over the scaled one
         for chunk in range(first, first + count):
             c = problem.chunks(all_rows[chunk : chunk + 1])
-            strong = c.g.abs().amax(-2, keepdim=True) > MILD.get(problem.dtype, 1.0)
+            strong = c.g.abs().amax(-2, keepdim=True) > mild
             factor, stored = (pending + c.g).exp(), round16(state)
             read, write = torch.where(strong, factor, 1.0), torch.where(strong, 1.0, 1 / factor)
             inverse = round16(write * c.T * torch.where(strong, 1.0, factor).mT * c.beta.mT)

@@ -92,18 +92,24 @@ class Memory:
     def locate(self, addresses, nbytes: int) -> Region:
         """The region of the addresses of all (active) lanes."""
         low, high = int(addresses.min()), int(addresses.max()) + nbytes
+        region = self._holding(low, high)
+        if region is None:
+            raise IndexError(f"no tensor holds the {nbytes} bytes at {low:#x} to {high - nbytes:#x}")
+        if high > region.end:
+            raise IndexError(f"shared memory has {region.end} bytes; accessed up to {high}")
+        return region
+
+    def _holding(self, low: int, high: int) -> Region | None:
+        """The region of the bytes from low to high, None where no single one has them."""
         if high <= SHARED_END:
-            region = self.shared
-            if high > region.end:
-                raise IndexError(f"shared memory has {region.end} bytes; accessed up to {high}")
-            return region
-        for region in self.regions:
-            if region.start <= low and high <= region.end:
-                return region
-        raise IndexError(f"no tensor holds the {nbytes} bytes at {low:#x} to {high - nbytes:#x}")
+            return self.shared
+        return next((r for r in self.regions if r.start <= low and high <= r.end), None)
 
     def by_tensor(self, addresses, nbytes: int, active):
         """The active lanes (None: all) as groups whose addresses lie in one tensor each, nearly always one group."""
+        used = addresses if active is None else addresses[active]
+        if self._holding(int(used.min()), int(used.max()) + nbytes) is not None:
+            return [active]
         active_lanes = np.ones(len(addresses), bool) if active is None else active
         held = [(addresses >= r.start) & (addresses + nbytes <= r.end) & active_lanes for r in self.regions]
         groups = [lanes for lanes in held if lanes.any()]

@@ -46,8 +46,9 @@ from dataclasses import dataclass
 import tilelang.language as T
 
 from ..constants import CHUNK_SIZE as C
+from ..constants import MILD, MILD_LOG2
 from .tiles import layouts, pipeline, rows, scores, state, walks
-from .tiles.gate import LOG2E, MILD
+from .tiles.gate import LOG2E
 from .tiles.pipeline import ROWS
 from .tiles.walks import Walk
 
@@ -55,9 +56,6 @@ V_TILE = 64
 STAGES = 3
 GATE_SLOTS = STAGES + 1
 PREFETCH_CHUNKS = 2
-# Largest |log2| of a mild chunk's factors: far from the operand type's ends, whatever V's magnitude. More than twice
-# MILD: the scale is renormalised where it exceeds half of this.
-MILD_LOG2 = {"bfloat16": 48.0, "float16": 4.0}
 STRONG, RENORM = 1, 2  # modes of a chunk; 0: mild, and the state stays scaled
 # By value warpgroups: registers of load, store and gate, of scores, of value.
 REGISTERS = {1: (40, 104, 240), 2: (32, 64, 208)}

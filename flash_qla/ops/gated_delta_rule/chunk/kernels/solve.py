@@ -44,7 +44,7 @@ from tilelang import tvm
 
 from flash_qla import arch as arch_table
 
-from ..constants import CHUNK_SIZE
+from ..constants import CHUNK_SIZE, MILD
 from ..sequences import Sequences
 from .build import ROLE_PASS_CONFIGS, build
 from .launch import DTYPE_NAMES, cu_arguments, tma_ready
@@ -121,7 +121,7 @@ class Smem:
 
 @dataclass
 class Problem:
-    """What the load warp reads, and where the sequences lie."""
+    """What a CTA reads, and where the sequences lie."""
 
     k: object
     g: object
@@ -388,7 +388,7 @@ def solve_role(spec: Spec, m: Smem, problem: Problem, tasks: Tasks, first, T_inv
         heads = m.task[task + HEADS]
         make_all_keys(
             spec, m, problem, tasks, task, count, used, loaded, rows, minus, warp, mild,
-            T.if_then_else(ready != 0, T.float32(gate.MILD[spec.dtype]), T.float32(-1.0)),
+            T.if_then_else(ready != 0, T.float32(MILD[spec.dtype]), T.float32(-1.0)),
         )  # fmt: skip
         T.sync_threads(CTA_BARRIER, THREADS)
         gate.store(problem.g_cumsum, shape[1], shape[2], m.rows, RAW, m.task, task)
@@ -484,9 +484,7 @@ def specs(dtype="bfloat16", gate_dtype="float32", beta_dtype="float32", head_dim
     return [Spec(dtype, gate_dtype, beta_dtype, head_dim_k, products) for products in wanted]
 
 
-def solve(
-    k: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, seqs: Sequences, whole: bool = True, ready: bool = False
-):  # fmt: skip
+def solve(k: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, seqs: Sequences, ready: bool = False):
     """Sums the gates and inverts the chunks' triangular matrices. Equations: F0, F1, F2.
 
     Args:
@@ -494,9 +492,8 @@ def solve(
         g: fp32, bf16 or fp16 `[B, T, Hv]` raw natural-log gate, any strides.
         beta: fp32, bf16 or fp16 `[B, T, Hv]`, any strides.
         seqs: the sequences, at least one, inside at least one row.
-        whole: T_inv may be read as a whole; else only what can be other than zero of its upper 32 rows of a chunk,
-            their first 32 columns, is written.
-        ready: T_inv holds what the forward walk multiplies with (module docstring) instead.
+        ready: T_inv holds what the forward walk multiplies with (module docstring) instead; of a chunk's upper 32 rows
+            only the first 32 columns are written, the others can only be zero.
 
     Returns:
         g_cumsum fp32 `[B, T, Hv]` and T_inv `[B, T, Hv, 64]` in k's dtype, as `reference.solve`.
@@ -512,7 +509,7 @@ def solve(
     ctas = min(tasks, CTAS[products] * arch_table.num_sms(k.device))
     kernel(
         tma_ready(k), g, beta, cu, g_cumsum, T_inv.view(torch.float32),
-        cu_step, seq_len, seqs.num_seqs, seqs.max_slots, quads, ctas // quads, ctas % quads, ctas, int(whole),
-        int(ready),
+        cu_step, seq_len, seqs.num_seqs, seqs.max_slots, quads, ctas // quads, ctas % quads, ctas,
+        int(not ready), int(ready),
     )  # fmt: skip
     return g_cumsum, T_inv

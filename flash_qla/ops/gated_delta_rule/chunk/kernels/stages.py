@@ -101,7 +101,7 @@ def solve_and_walk(o, ht, h, q, k, v, g, beta, scale, h0, seqs: Sequences, keep_
         h0 = _pad_state(h0, dim_k, dim_v)
         targets = padded(o, dim_v), padded(ht, dim_k, dim_v), padded(h, dim_k, dim_v)
         ready = not keep_inverse
-        g_cumsum, T_inv = _solve.solve(k, g, beta, seqs, whole=keep_inverse, ready=ready)
+        g_cumsum, T_inv = _solve.solve(k, g, beta, seqs, ready)
         _fused_fwd.fused_forward(
             *targets, q, k, v, T_inv, g_cumsum, beta, scale, h0, seqs, follows_solve=True, ready=ready
         )  # fmt: skip

@@ -12,8 +12,6 @@ import tilelang.language as T
 from ...constants import GATE_FLOOR
 
 LOG2E = 1.4426950408889634
-# Largest |g_cumsum|, natural log, of a mild chunk, by the operands' type: solve and the forward walk both decide so.
-MILD = {"bfloat16": 16.5, "float16": 1.25}
 TASK_WORDS = 8
 BATCH, START, ROWS, FIRST_HEAD, HEADS, PRODUCTS, LEFT, FIRST_KEY = range(8)
 GROUP = 6  # of a cursor: value heads a key head

@@ -415,7 +415,7 @@ def prepare(w, n10, lane):
 def finish(w, n10, lane, dtype):
     """The warp's scratch = (I + L)^-1 in dtype, SCRATCH's two parts. Equation: F2.
 
-    Every lane must have arrived here with keys, GATE and BETA visible; ends without synchronising the warp.
+    Every lane must have arrived here with keys, gates and betas visible; ends without synchronising the warp.
     """
     x00t, x11t, x22t, x22, x33, x11_right = _operands(6)
     packed = _locals(4, 4, "int32")

@@ -124,28 +124,6 @@ def sequence_of_slot(cu, cu_step, seq_len, flat_tokens, num_seqs, chunk_size, sl
 
 
 @T.macro
-def sequence_of_slot_by_warp(cu, cu_step, seq_len, flat_tokens, num_seqs, chunk_size, slot, n: T.Ref, chunk: T.Ref):
-    """`sequence_of_slot` by all lanes of a warp: a 32-ary search, none for one sequence."""
-    lane = T.get_thread_binding() % 32
-    count, step, hits = (T.alloc_var("int32") for _ in range(3))
-    n = 0
-    count = num_seqs
-    while count > 1:
-        step = (count + 31) // 32
-        hits = 0
-        if lane * step < count:
-            hits = T.cast(
-                offset(cu, cu_step, seq_len, flat_tokens, n + lane * step) // chunk_size + n + lane * step <= slot,
-                "int32",
-            )
-        hits = T.call_extern("int32", "__popc", T.call_extern("uint32", "__ballot_sync", T.uint32(0xFFFFFFFF), hits))
-        hits = T.max(hits - 1, 0) * step
-        n = n + hits
-        count = T.min(step, count - hits)
-    chunk = slot - (offset(cu, cu_step, seq_len, flat_tokens, n) // chunk_size + n)
-
-
-@T.macro
 def locate_segment(
     cu, cu_step, seq_len, flat_tokens, num_seqs, segment_tokens, slot,
     n: T.Ref, batch: T.Ref, start: T.Ref, length: T.Ref, segment: T.Ref, last_of: T.Ref,
