@@ -114,11 +114,12 @@ def make_call(passes: str, x, segment_chunks: int | None, forward_chunks: int | 
     if passes == "bwd":
         return measure_kernels.calls(x, segment_chunks, forward_chunks)["bwd"]
 
+    cu_seqlens_cpu = x.seqs.cu_seqlens_cpu  # read here: a capture may not
+
     def forward():
         with torch.no_grad():
             return flash_qla.chunk_gated_delta_rule(
-                **x.kwargs, cu_seqlens_cpu=x.seqs.cu_seqlens_cpu, output_final_state=True, auto_cp=False,
-                cp_context=context,
+                **x.kwargs, cu_seqlens_cpu=cu_seqlens_cpu, output_final_state=True, auto_cp=False, cp_context=context,
             )  # fmt: skip
 
     return forward
@@ -149,7 +150,7 @@ def compare(passes: str, workload: Workload, sets, profile: str, device) -> dict
     """Measures every candidate of one problem. Returns a line of the table.
 
     Raises:
-        AssertionError: the planner prices other launches than run.
+        AssertionError: the planner prices other launches than run, or a call could not be captured.
     """
     sets, card = [measure_kernels.with_gates(x, profile) for x in sets], (arch.of_device(device), arch.num_sms(device))
     decays = build_cp_context(sets[0].cu_seqlens, g=sets[0].g).decays
@@ -165,7 +166,10 @@ def compare(passes: str, workload: Workload, sets, profile: str, device) -> dict
         if widths[segment_chunks] != expected:
             ran = widths[segment_chunks]
             raise AssertionError(f"{workload.id} {passes}, {segment_chunks}: ran with {ran} warpgroups, not {expected}")
-        times[segment_chunks] = timing.gpu_time(calls, device, replays=REPLAYS).median_ms
+        measured = timing.gpu_time(calls, device, replays=REPLAYS)
+        if measured.method != "graph":
+            raise AssertionError(f"{workload.id} {passes}, {segment_chunks}: timed by {measured.method}, host included")
+        times[segment_chunks] = measured.median_ms
     return judge(passes, workload, profile, card, times, widths, decays, forward)
 
 
