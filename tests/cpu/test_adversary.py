@@ -42,6 +42,15 @@ def _shared(name, offset=0):
     return change
 
 
+def test_out_over_the_offsets_is_refused():
+    a = arguments()
+    memory = torch.tensor([0, T] + [0] * (T * HV * D // 2))
+    out = memory.view(torch.float32)[: T * HV * D].view(1, T, HV, D)
+    with pytest.raises(ValueError, match="out shares memory with cu_seqlens"):
+        flash_qla.chunk_gated_delta_rule(**a, cu_seqlens=memory[:2], out=out)
+    assert memory[:2].tolist() == [0, T]
+
+
 OVERLAPS = {
     "is_v": ("v", lambda a: a["v"]),
     "one_token_after_v": ("v", _shared("v", HV * D)),
@@ -295,6 +304,24 @@ def test_functional_transforms_are_refused_by_name(transform, l2norm):
     # What a transform around the call does not touch is an ordinary call.
     inside = torch.func.vmap(lambda x: (call(a["v"]), x)[1])(torch.ones(2))
     assert torch.equal(inside, torch.ones(2))
+
+
+def test_the_low_level_functions_refuse_transforms():
+    """A derivative of the forward alone would silently be zero."""
+    a = arguments()
+    g_cumsum, T_inv, o, *_ = flash_qla.chunk_gated_delta_rule_fwd(**a)
+
+    def forward(v):
+        return flash_qla.chunk_gated_delta_rule_fwd(**{**a, "v": v})[2]
+
+    def backward(do):
+        return flash_qla.chunk_gated_delta_rule_bwd(**{**a, "g": g_cumsum}, A=T_inv, do=do)[0]
+
+    for call in (forward, backward):
+        with pytest.raises(NotImplementedError, match="torch.func"):
+            torch.func.vmap(call)(torch.stack([o, o]))
+        with pytest.raises(NotImplementedError, match="torch.func"):
+            torch.func.grad(lambda x, call=call: call(x).sum())(o)
 
 
 @pytest.mark.parametrize("l2norm", [False, True], ids=["plain", "l2norm"])

@@ -189,7 +189,7 @@ def chunk_gated_delta_rule(
     wants_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     if out is not None:
         names = ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias")
-        problem.check_out(out, **dict(zip(names, inputs)))
+        problem.check_out(out, **dict(zip(names, inputs)), cu_seqlens=cu_seqlens)
         if wants_grad:
             raise ValueError("out cannot be combined with gradients; call under torch.no_grad() or leave out=None")
     stages = cp.stages_for(problem)
@@ -275,6 +275,7 @@ def chunk_gated_delta_rule_fwd(
         q, k, v, g, beta, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens,
         cu_seqlens_cpu=cu_seqlens_cpu, state_v_first=state_v_first,
     )  # fmt: skip
+    reject_transforms("chunk_gated_delta_rule_fwd", q, k, v, g, beta, initial_state)
     request = _split_request(problem, auto_cp, False, cp_context)
     if env.debug():
         check_values(seqs, q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state)
@@ -316,6 +317,7 @@ def chunk_gated_delta_rule_bwd(
         problem.check_like("dht", dht, "final_state")
     if cp_cache is not None and not isinstance(cp_cache, SegmentStates):
         raise ValueError(f"cp_cache must be what chunk_gated_delta_rule_fwd returned, got {type(cp_cache).__name__}")
+    reject_transforms("chunk_gated_delta_rule_bwd", q, k, v, g, beta, A, do, dht, initial_state)
     request, stages = _split_request(problem, auto_cp, False, cp_context), cp.stages_for(problem)
     if cp_cache is not None and cp_cache.origin != (stages.__name__, *problem.sizes):
         raise ValueError(
