@@ -193,7 +193,8 @@ def measure(row: Row, sets, replays: int, only: str = "") -> list[dict]:
             if not re.search(only, launch.kernel):
                 continue
             again = [(one[index][1], one[index][2]) for one in launches]
-            measured = timing.gpu_time([lambda k=k, a=a: k(*a) for k, a in again], sets[0].q.device, replays=replays)
+            relaunch = [lambda k=k, a=a: k(*a) for k, a in again]
+            measured = timing.gpu_time(relaunch, sets[0].q.device, replays=replays, must_capture=True)
             lines.append(
                 {
                     "kernel": launch.kernel,

@@ -62,7 +62,9 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def gpu_time(calls: Sequence[Callable[[], object]], device, *, replays: int = REPLAYS) -> Timing:
+def gpu_time(
+    calls: Sequence[Callable[[], object]], device, *, replays: int = REPLAYS, must_capture: bool = False
+) -> Timing:
     """Times one call on the GPU.
 
     Args:
@@ -70,9 +72,13 @@ def gpu_time(calls: Sequence[Callable[[], object]], device, *, replays: int = RE
             outputs of its own too.
         device: where they run; on a CPU the wall clock is used.
         replays: repeats.
+        must_capture: no falling back, where events' share of the host would spoil a comparison.
 
     Returns:
         A Timing by graph replay; by events when the capture failed (a call that reads the device, for instance).
+
+    Raises:
+        RuntimeError: the capture failed, with must_capture.
     """
     device = torch.device(device)
     if device.type != "cuda":
@@ -91,6 +97,8 @@ def gpu_time(calls: Sequence[Callable[[], object]], device, *, replays: int = RE
             outputs = [call() for call in calls]
     except RuntimeError:
         synchronize(device)
+        if must_capture:
+            raise
         return _event_time(calls, device, replays)
     try:
         return _timed(graph.replay, device, replays, len(calls), "graph")

@@ -42,15 +42,6 @@ def _shared(name, offset=0):
     return change
 
 
-def test_out_over_the_offsets_is_refused():
-    a = arguments()
-    memory = torch.tensor([0, T] + [0] * (T * HV * D // 2))
-    out = memory.view(torch.float32)[: T * HV * D].view(1, T, HV, D)
-    with pytest.raises(ValueError, match="out shares memory with cu_seqlens"):
-        flash_qla.chunk_gated_delta_rule(**a, cu_seqlens=memory[:2], out=out)
-    assert memory[:2].tolist() == [0, T]
-
-
 OVERLAPS = {
     "is_v": ("v", lambda a: a["v"]),
     "one_token_after_v": ("v", _shared("v", HV * D)),
@@ -72,6 +63,15 @@ def test_out_sharing_memory_is_refused(word, make_out, packed):
         a["cu_seqlens"] = torch.tensor([0, 5, T])
     with pytest.raises(ValueError, match=f"out .*{word}"):
         flash_qla.chunk_gated_delta_rule(**a, out=out)
+
+
+def test_out_over_the_offsets_is_refused():
+    a = arguments()
+    memory = torch.tensor([0, T] + [0] * (T * HV * D // 2))
+    out = memory.view(torch.float32)[: T * HV * D].view(1, T, HV, D)
+    with pytest.raises(ValueError, match="out shares memory with cu_seqlens"):
+        flash_qla.chunk_gated_delta_rule(**a, cu_seqlens=memory[:2], out=out)
+    assert memory[:2].tolist() == [0, T]
 
 
 def _beside(columns):

@@ -549,6 +549,8 @@ def test_graph_timer_by_a_fake_gpu(monkeypatch):
     broken = True
     result = timing.gpu_time([call] * 3, "cuda", replays=5)
     assert (result.median_ms, result.method) == (1.0, "events")
+    with pytest.raises(RuntimeError, match="capturing"):
+        timing.gpu_time([call] * 3, "cuda", must_capture=True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "default")
     with pytest.raises(ValueError, match="stream"):
         timing.gpu_time([call], "cuda")

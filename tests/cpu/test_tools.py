@@ -213,9 +213,7 @@ def test_the_committed_planner_is_near_the_best_measured_candidate(validate):
         assert len(regrets) >= 60
         assert max(regrets) <= validate.LIMIT
     assert {x["gates"] for x in lines} == {"mild", "fast", "none"}
-    # One of 420: 30 us of GPU, two lengths predicted alike to 0.3 %, measured 9.6 % apart. No gates as published.
-    over = [x for x in lines if float(x["informed_regret"]) > validate.LIMIT]
-    assert len(over) <= 1 and all(x["gates"] != "mild" and float(x["informed_regret"]) < 0.1 for x in over)
+    assert max(float(x["informed_regret"]) for x in lines) <= validate.LIMIT
 
 
 def test_launches_are_priced_as_wide_as_they_were_measured(validate):
