@@ -309,6 +309,7 @@ class Tiles:
     Vd_op: object
     O: object
     O_out: object
+    pre: object
 
 
 def allocate_tiles(spec: Spec) -> Tiles:
@@ -322,6 +323,7 @@ def allocate_tiles(spec: Spec) -> Tiles:
         Vd_op=T.alloc_fragment((width, C), spec.dtype),
         O=T.alloc_fragment((width, C), "float32"),
         O_out=T.alloc_fragment((width, C), spec.dtype),
+        pre=T.alloc_local((16,), "float32"),
     )
     return f
 
@@ -340,9 +342,9 @@ def read_state(m: Smem, f: Tiles, i):
 
 
 @T.macro
-def wait_state(spec: Spec, m: Smem, f: Tiles, i):
-    """Waits for U, V's tile in the meantime."""
-    load_values(spec, m, f, i)
+def wait_state(m: Smem, f: Tiles, i):
+    """Waits for U, the next step's factors in the meantime."""
+    scores.load_factors(f.pre, m.pre, gate_of(m, i))
     T.wait_wgmma(0)
     pipeline.settle(f.U)
 
@@ -354,13 +356,14 @@ def start_walk(spec: Spec, m: Smem, walk: Walk, f: Tiles, mode: T.Ref):
     T.barrier_wait(m.solved[stage_of(m, walk.base)], turn_of(m, walk.base) % 2)
     mode = m.mode[gate_of(m, walk.base)]
     read_state(m, f, walk.base)
-    wait_state(spec, m, f, walk.base)
+    load_values(spec, m, f, walk.base)
+    wait_state(m, f, walk.base)
 
 
 @T.macro
 def solve_chunk(spec: Spec, m: Smem, f: Tiles, i, first, strong):
     """Completes chunk i's Vd and issues S Q."""
-    scores.make_writes(f.W_op, f.U, m.pre, gate_of(m, i), strong)  # F4, without beta, negative
+    scores.make_writes(f.W_op, f.U, f.pre, strong)  # F4, without beta, negative
     T.wgmma_gemm(f.W_op, m.t[stage_of(m, i), :, :], f.U, transpose_B=True, clear_accum=True, policy=ROWS)  # F5
     T.wgmma_gemm(f.S_op, m.q[stage_of(m, i), :, :], f.O, transpose_B=True, clear_accum=True, policy=ROWS)
     if LATE[spec.value_warpgroups]:
@@ -440,10 +443,11 @@ def next_chunk_of(spec: Spec, m: Smem, walk: Walk, f: Tiles, i, mode: T.Ref, str
     read_state(m, f, i + 1)
     pipeline.arrive(m.used, stage_of(m, i))
     mode = m.mode[gate_of(m, i + 1)]
+    load_values(spec, m, f, i + 1)  # here: behind O's stores its latency would be in the open
     scale_output(m, f, i, spec.dtype)
     if not LATE[spec.value_warpgroups]:
         send_output(m, f, i)
-    wait_state(spec, m, f, i + 1)
+    wait_state(m, f, i + 1)
 
 
 @T.macro

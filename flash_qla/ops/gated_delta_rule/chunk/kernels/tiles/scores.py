@@ -25,15 +25,22 @@ __device__ __forceinline__ void store_matrices(unsigned address, unsigned const*
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%%0], {%%1, %%2, %%3, %%4};"
                :: "r"(address), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
 }
+// The thread's 16 columns of a row of factors.
+__device__ __forceinline__ void load_factors(void* out, void const* factors) {
+  float2* o = (float2*)out;
+  float2 const* by = (float2 const*)factors + (threadIdx.x & 3);
+#pragma unroll
+  for (int n = 0; n < 8; ++n) o[n] = by[4 * n];
+}
 // W = U + V factor, or U factor - V where strong: a 64 x 64 accumulator, V and W its operand's 16-bit pairs, in place.
 template <int STRONG>
 __device__ __forceinline__ void make_writes(void* writes, void const* product, void const* factors) {
   unsigned* w = (unsigned*)writes;
   float const* U = (float const*)product;
-  float2 const* by = (float2 const*)factors + (threadIdx.x & 3);
+  float2 const* by = (float2 const*)factors;
 #pragma unroll
   for (int n = 0; n < 16; ++n) {
-    float2 v = unpack(w[n]), f = by[4 * (n >> 1)];
+    float2 v = unpack(w[n]), f = by[n >> 1];
     if constexpr (STRONG) w[n] = pack(U[2 * n] * f.x - v.x, U[2 * n + 1] * f.y - v.y);
     else w[n] = pack(v.x * f.x + U[2 * n], v.y * f.y + U[2 * n + 1]);
   }
@@ -165,8 +172,17 @@ def load_gates(out, g_cumsum, beta, batch, left, head, row, last):
     )  # fmt: skip
 
 
-def make_writes(operand, product, factors, slot, strong):
-    """Call expression: operand = product + operand diag(factors[slot]), or product diag(factors[slot]) - operand.
+def load_factors(out, factors, slot):
+    """Call expression: out (16 numbers) = this thread's columns of factors[slot], for `make_writes`."""
+    return T.call_extern(
+        "void", "flash_qla::load_factors", out.access_ptr("w"), factors.access_ptr("r", offset=slot * 64)
+    )
+
+
+def make_writes(operand, product, factors, strong):
+    """Call expression: operand = product + operand diag(factors), or product diag(factors) - operand.
+
+    factors: from `load_factors`.
 
     strong: static, which of the two. One 64 x 64 accumulator and operand for each warpgroup.
     """
@@ -175,7 +191,7 @@ def make_writes(operand, product, factors, slot, strong):
         f"flash_qla::make_writes<{strong:d}>",
         operand.access_ptr("rw"),
         product.access_ptr("r"),
-        factors.access_ptr("r", offset=slot * 64),
+        factors.access_ptr("r"),
     )
 
 
