@@ -20,16 +20,16 @@ Roles (W value warpgroups, 64 rows of the transposed state each):
     operands    256, 128    128, 128               w, B1 (forward: T beta); zeroes the rows past the sequence's end
     value       128 W       216, 176               the recurrence
 
-One operands warpgroup cannot keep up with a single value warpgroup: two take chunks by turns. Two value warpgroups take
-turns on the tensor cores (S w^T and Q's product, then K's): side by side they would wait and work at the same times.
+One operands warpgroup cannot keep up with a single value warpgroup: two take chunks by turns. Shared memory is what a
+reverse walk is short of (70 to 75 % busy): x^T comes from registers where there is room for it, which also frees its
+place before the chunk's turn.
 
 Barriers (arrivals count warps; rings of `Spec.stages`, `X_SLOTS`, `W_SLOTS`; `loaded`, `decayed`: `Spec.ring`):
     name        signalled by        waited by        guards
-    loaded      load (TMA bytes)    operands         k, q, t (value sees them through b1_ready)
+    loaded      load (TMA bytes)    operands         k, q, t (value sees them through made)
     x_loaded    load (TMA bytes)    value            x (operands too, at a sequence's end)
-    decayed     gate                operands         row factors (value sees them through b1_ready)
-    b1_ready    operands            value            t (now B1 or T beta), zeroed rows, row factors
-    w_ready     operands            value            w
+    decayed     gate                operands         row factors (value sees them through made)
+    made        operands            value            t (now B1 or T beta), w, zeroed rows, row factors
     w_free      value               operands         w
     x_free      value               load             x
     freed       value               load, gate       k, q, t, row factors
@@ -66,13 +66,12 @@ PREFETCH_CHUNKS = 2
 REGISTERS = {1: (40, 128, 216), 2: (32, 128, 176)}  # load, operands, value; by value warpgroups
 FIRST_VALUE_THREAD = 256
 OPERANDS_BARRIER = 15  # named barrier inside the first operands warpgroup, 14: the second
-TURN_BARRIER = 9  # and 10: the value warpgroups' turns
 
 
 def sources(dtype: str) -> str:
     """The CUDA functions that the roles call."""
     tiles = fragments.LEAN_SOURCE + fragments.COLUMNS_SOURCE + fragments.STORE_SOURCE + fragments.READ_SOURCE
-    return tiles + rows.SOURCE + pipeline.TURN_SOURCE + pairs.source(dtype)
+    return tiles + rows.SOURCE + pairs.source(dtype)
 
 
 @dataclass(frozen=True)
@@ -147,8 +146,7 @@ class Smem:
     loaded: object
     x_loaded: object
     decayed: object
-    b1_ready: object
-    w_ready: object
+    made: object
     w_free: object
     x_free: object
     freed: object
@@ -244,6 +242,7 @@ def store_role(spec: Spec, m: Smem, walk: Walk, w, states):
     v_col = walk.v_col + w * V_TILE
     for i in T.serial(walk.chunks):
         T.barrier_wait(m.staged[w], i % 2)
+        T.fence_proxy_async()  # here, not where the state is written: it would wait for products in flight
         if isinstance(states, Halves):
             store_half(spec, m, walk, w, v_col, walk.chunk(i), states)
         else:
@@ -335,7 +334,6 @@ def forward_products(spec: Spec, m: Smem, stage, factor, barrier, T_op, B1_op, a
         T.wgmma_gemm(T_op, m.k[stage, :, 64:128], P, clear_accum=True)
     T.sync_threads(barrier, 128)  # every warp has read T
     fragments.store_tile_unfenced(m.t, stage, B1_op)
-    pipeline.publish(m.b1_ready, stage)
 
 
 @T.macro
@@ -387,7 +385,6 @@ def operands_role(spec: Spec, m: Smem, walk: Walk, first, scale):
             pipeline.settle(P)
             T.sync_threads(barrier, 128)  # every warp is done with T
             pairs.store_rounded(m.t, stage, P)
-            pipeline.publish(m.b1_ready, stage)
         if wide:
             T.wait_wgmma(0)
             if walk.reverse:
@@ -396,7 +393,7 @@ def operands_role(spec: Spec, m: Smem, walk: Walk, first, scale):
             else:
                 pipeline.settle(P)
                 pairs.store_rounded(m.w, slot, P, 64)
-        pipeline.publish(m.w_ready, slot)
+        pipeline.publish(m.made, stage)
 
 
 def warpgroup():
@@ -406,29 +403,33 @@ def warpgroup():
 
 @T.macro
 def stage_state(spec: Spec, m: Smem, i, S_op):
-    """Writes the rounded state of step i for the store warp; `publish` follows when the writes have landed."""
+    """Writes the rounded state of step i for the store warp, which fences."""
     T.barrier_wait(m.sent[warpgroup()], (i + 1) % 2)
     for part in tuple(range(spec.head_dim_k // 64)):
         fragments.store_ring_columns(m.out, warpgroup(), S_op, part)
 
 
+def keeps_x(spec: Spec, walk: Walk) -> bool:
+    """Whether x^T is an operand in registers. A forward walk of two value warpgroups has no room for it (C7512)."""
+    return walk.reverse or spec.value_warpgroups == 1
+
+
 @T.macro
-def start_chunk(spec: Spec, m: Smem, walk: Walk, i, acc):
-    """Issues acc = x^T B1 of step i (forward: V^T (T beta)^T): needs no state."""
+def start_chunk(spec: Spec, m: Smem, walk: Walk, i, x_op, acc, is_first_time):
+    """Issues acc = x^T B1 of step i (forward: V^T (T beta)^T), which needs no state."""
     stage = i % spec.stages
     slot = i % X_SLOTS
     T.barrier_wait(m.x_loaded[slot], (i // X_SLOTS) % 2)
-    T.barrier_wait(m.b1_ready[stage], (i // spec.stages) % 2)  # which waited for loaded and decayed
-    T.wgmma_gemm(
-        m.x[slot, :, :], m.t[stage, :, :], acc, transpose_A=True, transpose_B=not walk.reverse, clear_accum=True,
-        policy=ROWS,
-    )  # fmt: skip
-
-
-def load_x(spec: Spec, m: Smem, slot, x_op):
-    """Call expression: x_op = this warpgroup's 64 columns of x, transposed."""
-    tile = m.x.access_ptr("r", offset=slot * (C * spec.width) + warpgroup() * V_TILE)
-    return T.call_extern("void", "flash_qla::load_transposed", x_op.access_ptr("w"), tile)
+    T.barrier_wait(m.made[stage], (i // spec.stages) % 2)  # which waited for loaded and decayed
+    if keeps_x(spec, walk):
+        tile = m.x.access_ptr("r", offset=slot * (C * spec.width) + warpgroup() * V_TILE)
+        T.call_extern("void", "flash_qla::load_transposed", x_op.access_ptr("w"), tile)
+        T.wgmma_gemm(x_op, m.t[stage, :, :], acc, transpose_B=not walk.reverse, clear_accum=True, policy=ROWS)
+        pipeline.arrive_if(is_first_time, m.x_free, slot)  # the product has taken x_op: its ldmatrix is over
+    else:
+        T.wgmma_gemm(
+            m.x[slot, :, :], m.t[stage, :, :], acc, transpose_A=True, transpose_B=True, clear_accum=True, policy=ROWS
+        )
 
 
 @T.macro
@@ -441,6 +442,7 @@ def value_role(spec: Spec, m: Smem, walk: Walk, first_state, starts, last_state)
     S = T.alloc_fragment((width, K), "float32")
     S_op = T.alloc_fragment((width, K), spec.dtype)
     x_op = T.alloc_fragment((width, C), spec.dtype)
+    acc_factor = T.alloc_fragment((C,), "float32")
     acc = T.alloc_fragment((width, C), "float32")
     acc_op = T.alloc_fragment((width, C), spec.dtype)
     total = T.alloc_var("float32")
@@ -450,41 +452,36 @@ def value_role(spec: Spec, m: Smem, walk: Walk, first_state, starts, last_state)
         state.load_start(S, first_state, starts, walk.n, walk.slot, walk.inner, walk.v_head, v_col, width, K)
     pipeline.settle(S)  # keeps S in one place: bf16 states spilled without
     if walk.updates > 0:
-        start_chunk(spec, m, walk, 0, acc)
-    if spec.value_warpgroups == 2:
-        pipeline.give_turn(TURN_BARRIER, warpgroup() == 1 and walk.updates > 0)
+        start_chunk(spec, m, walk, 0, x_op, acc, True)
     for i in T.serial(walk.updates):
         stage = i % spec.stages
         factor = i % FACTORS
         T.copy(S, S_op)
-        T.barrier_wait(m.w_ready[i % W_SLOTS], (i // W_SLOTS) % 2)
-        if spec.value_warpgroups == 2:
-            pipeline.await_turn(TURN_BARRIER + warpgroup())
         T.wgmma_gemm(S_op, m.w[i % W_SLOTS, :, :], acc, transpose_B=True, policy=ROWS)
+        T.copy(m.acc_factor[factor, :], acc_factor)
         total = m.total[factor]
         for jv, jk in T.Parallel(width, K):
             S[jv, jk] *= total
         if walk.reverse:
             T.wait_wgmma(1)  # long over; without it ptxas serialises (C7514)
-            load_x(spec, m, i % X_SLOTS, x_op)
             for jv, j in T.Parallel(width, C):
                 x_op[jv, j] = x_op[jv, j] * m.x_factor[factor, j]
             T.wgmma_gemm(x_op, m.q[stage, :, :], S, policy=ROWS)
         if not spec.ends_only:
             stage_state(spec, m, i, S_op)
+            pipeline.arrive(m.staged, warpgroup())
         T.wait_wgmma(1 if walk.reverse else 0)
         pipeline.settle(acc)
         pipeline.arrive(m.w_free, i % W_SLOTS)
-        pipeline.arrive(m.x_free, i % X_SLOTS)  # x_op is in use: its ldmatrix is over
+        if not keeps_x(spec, walk):
+            pipeline.arrive(m.x_free, i % X_SLOTS)
         for jv, j in T.Parallel(width, C):
-            acc_op[jv, j] = acc[jv, j] * m.acc_factor[factor, j]
+            acc_op[jv, j] = acc[jv, j] * acc_factor[j]
         T.wgmma_gemm(acc_op, m.k[stage, :, :], S, policy=ROWS)
-        if spec.value_warpgroups == 2:  # the second warpgroup gives the last turn to nobody
-            pipeline.give_turn(TURN_BARRIER + 1 - warpgroup(), warpgroup() == 0 or i + 1 < walk.updates)
-        if not spec.ends_only:
-            pipeline.publish(m.staged, warpgroup())
+        if walk.reverse:
+            T.wait_wgmma(1)  # x_op's product with q is over
         # The last step starts its own chunk once more: nobody reads the result, and no branch cuts the pipeline.
-        start_chunk(spec, m, walk, T.min(i + 1, walk.updates - 1), acc)
+        start_chunk(spec, m, walk, T.min(i + 1, walk.updates - 1), x_op, acc, i + 1 < walk.updates)
         T.wait_wgmma(1)
         pipeline.settle(S)
         pipeline.arrive(m.freed, stage)
@@ -495,7 +492,7 @@ def value_role(spec: Spec, m: Smem, walk: Walk, first_state, starts, last_state)
         if walk.updates < walk.chunks:
             T.copy(S, S_op)
             stage_state(spec, m, walk.updates, S_op)
-            pipeline.publish(m.staged, warpgroup())
+            pipeline.arrive(m.staged, warpgroup())
         if last_state is not None:
             state.store_transposed(
                 last_state, S, last_state.shape[0], walk.last_row, walk.v_head, v_col, width, K, spec.h0_dtype
@@ -521,8 +518,7 @@ def allocate(spec: Spec) -> Smem:
         loaded=T.alloc_barrier([1] * spec.ring),
         x_loaded=T.alloc_barrier([1] * X_SLOTS),
         decayed=T.alloc_barrier([1] * spec.ring),
-        b1_ready=T.alloc_barrier([warps] * spec.stages),
-        w_ready=T.alloc_barrier([warps] * W_SLOTS),
+        made=T.alloc_barrier([warps] * spec.stages),
         w_free=T.alloc_barrier([warps * wgs] * W_SLOTS),
         x_free=T.alloc_barrier([warps * wgs] * X_SLOTS),
         freed=T.alloc_barrier([warps * wgs] * spec.stages),

@@ -28,27 +28,14 @@ def arrive(barriers, slot):
 
 
 @T.macro
+def arrive_if(condition, barriers, slot):
+    T.sync_warp()
+    if T.get_thread_binding() % 32 == 0 and condition:
+        T.barrier_arrive(barriers[slot])
+
+
+@T.macro
 def publish(barriers, slot):
     """`arrive` for a warp whose generic shared-memory stores wgmma or TMA will read in another role."""
     T.fence_proxy_async()
     arrive(barriers, slot)
-
-
-TURN_SOURCE = r"""
-namespace flash_qla {
-__device__ __forceinline__ void await_turn(int barrier) { asm volatile("bar.sync %0, 256;" ::"r"(barrier) : "memory"); }
-__device__ __forceinline__ void give_turn(int barrier, int gives) {
-  if (gives) asm volatile("bar.arrive %0, 256;" ::"r"(barrier) : "memory");
-}
-}  // namespace flash_qla
-"""
-
-
-def await_turn(barrier):
-    """Call expression: a warpgroup waits until another one gives it the turn; a named barrier of the two."""
-    return T.call_extern("void", "flash_qla::await_turn", barrier)
-
-
-def give_turn(barrier, gives):
-    """Call expression: gives the turn to the warpgroup that waits at `barrier`, where `gives` is true."""
-    return T.call_extern("void", "flash_qla::give_turn", barrier, T.cast(gives, "int32"))
