@@ -55,7 +55,8 @@ def calls(gradients: bool):
         yield "wide 16/64", make_inputs([130] * 4, 16, 64, gate_profile="mild", device="cuda"), {}
 
 
-_BY_ONE_LANE = re.compile(r"if \(\(\(\(int\)threadIdx\.x\) (?:% 32|& 31)\) == 0\) \{\s*([^;{}]+\.arrive\(\));\s*\}")
+_FIRST_LANE = r"\(\(\(int\)threadIdx\.x\) (?:% 32|& 31)\) == 0"
+_BY_ONE_LANE = re.compile(rf"if \((?:{_FIRST_LANE}|\({_FIRST_LANE}\) && (\w+))\) \{{\s*([^;{{}}]+\.arrive\(\));\s*\}}")
 _ARRIVE_FOR = """
 template <int lanes> TL_DEVICE void arrive_for(uint64_t* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(smem_ptr_to_uint(barrier)), "n"(lanes) : "memory");
@@ -85,7 +86,9 @@ def every_lane_arrives(source: str) -> str:
     """
     mark = ".arrive_of_lane();"
     source = re.sub(r"\.init\((\d+)\)", lambda m: f".init({32 * int(m[1])})", source)
-    source = _BY_ONE_LANE.sub(lambda m: "{ " + m[1].replace(".arrive()", mark[:-1]) + "; }", source)
+    source = _BY_ONE_LANE.sub(
+        lambda m: f"{{ {f'if ({m[1]}) ' if m[1] else ''}{m[2].replace('.arrive()', mark[:-1])}; }}", source
+    )
     pieces, place = [], 0
     while (found := source.find(_ELECTED, place)) >= 0:
         start = found + len(_ELECTED)

@@ -317,6 +317,9 @@ def test_every_lane_arrives(sanitizer):
         if ((((int)threadIdx.x) % 32) == 0) {
           v_1[(i % 3)].arrive();
         }
+        if (((((int)threadIdx.x) % 32) == 0) && condition_1) {
+          v_1[(i & 1)].arrive();
+        }
         if (tl::tl_shuffle_elect<32>()) { v_2[0].expect_transaction(5); v_2[(i & 1)].arrive(); }
         v_2[0].arrive_and_expect_tx(77);
         if (tl::tl_shuffle_elect<32>()) {
@@ -331,11 +334,12 @@ def test_every_lane_arrives(sanitizer):
     for wanted in (
         "v_1[0].init(96); v_2[1].init(32);",
         "{ v_1[(i % 3)].arrive(); }",
+        "{ if (condition_1) v_1[(i & 1)].arrive(); }",
         "expect_transaction(5); arrive_for<32>(reinterpret_cast<uint64_t*>(&v_2[(i & 1)])); }",
         "arrive_for<31>(reinterpret_cast<uint64_t*>(&v_2[0])); v_2[0].arrive_and_expect_tx(77);",
     ):
         assert wanted in found
-    assert found.count(".arrive();") == 3 and "threadIdx.x) % 32" not in found
+    assert found.count(".arrive();") == 4 and "threadIdx.x) % 32" not in found
     assert found.count("shuffle_elect") == 1, "an elected lane that only arrives: all lanes do"
     assert found.index("void arrive_for(") < found.index('extern "C"')
 
