@@ -14,11 +14,12 @@ import torch
 pytest.importorskip("tilelang")
 
 from flash_qla.ops.gated_delta_rule.chunk import reference  # noqa: E402
+from flash_qla.ops.gated_delta_rule.chunk.cp import FlashQLACPContext  # noqa: E402
 from flash_qla.ops.gated_delta_rule.chunk.kernels import solve  # noqa: E402
 from flash_qla.ops.gated_delta_rule.chunk.split import Split  # noqa: E402
 from flash_qla.ops.gated_delta_rule.chunk.stages import fused_gdr_h  # noqa: E402
 from flash_qla.testing import compiled  # noqa: E402
-from flash_qla.testing.compare import head_errors  # noqa: E402
+from flash_qla.testing.compare import block_errors, head_errors  # noqa: E402
 from flash_qla.testing.workloads import make_inputs  # noqa: E402
 from tests import kernel_roundings  # noqa: E402
 from tests.case_inputs import as_float64, assert_same_bits, run_public  # noqa: E402
@@ -35,6 +36,9 @@ VARIANTS = f"""
     solve-bf16-fp32-fp32-k128-products=[12]
     gradients-bf16-fp32-k128-v128
     segments_scan-fp32-k128-v128
+    ends-fp16-k128-v128-fp32-fp32-fp32-value_warpgroups=1-.*ready=True
+    fused_fwd-fp16-fp32-fp32-fp32-k128-v128-value_warpgroups=1-store_h=False-.*
+    solve-fp16-fp32-fp32-k128-products=1
     l2norm-bf16-head_dim128-.*
     states-bf16-k64-v64-.*
     fused_fwd-bf16-fp32-fp32-fp32-k64-v64-.*
@@ -58,6 +62,22 @@ SPLITS = {
     "narrow": dict(num_sms=132, launches=["ends w1", "ends_reverse w1"]),
     "wide": dict(num_sms=1, launches=["ends w2", "ends_reverse w2"]),
 }
+
+# Gates of a token by value head and chunk: no decay, mild chunks, strong ones among mild ones and the other way round.
+READY_GATES = [
+    lambda chunk: 0.0,
+    lambda chunk: -0.02,
+    lambda chunk: -0.4 * (chunk % 3 == 1),
+    lambda chunk: -0.4 * (chunk % 4 != 2),
+]
+READY = {
+    "narrow": dict(num_sms=132, launches=["solve", "ends w1 ready", "segments_scan", "fused_fwd w1"]),
+    "wide-no-state": dict(num_sms=1, with_state=False,
+                          launches=["solve", "ends w2 ready", "segments_scan", "fused_fwd w2"]),
+    # Strong by float16's limit, and weak enough for the state that enters to show in the one that leaves.
+    "float16": dict(num_sms=132, dtype=torch.float16, gate_scale=0.075,
+                    launches=["solve", "ends w1 ready", "segments_scan", "fused_fwd w1"]),
+}  # fmt: skip
 
 
 def is_listed(name: str) -> bool:
@@ -131,6 +151,28 @@ def test_split(case, monkeypatch):
     kernel_roundings.judge(inputs, actual, ("dg", "dbeta", "dk"))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("case", READY.values(), ids=READY.keys())
+def test_split_at_inference(case, monkeypatch):
+    """T ready, in mild and strong chunks: every sequence in segments of five, all of which hand their states on."""
+    monkeypatch.setenv("FLASH_QLA_CP_TOLERANCE", "-1e9")
+    inputs = make_inputs([390, 0, 130], 1, len(READY_GATES), gate_profile="none", tail_tokens=3,
+                         dtype=case.get("dtype", torch.bfloat16), with_state=case.get("with_state", True))  # fmt: skip
+    for start, end in inputs.seqs.bounds():
+        for token in range(start, end):
+            inputs.g[:, token] = torch.tensor([gate((token - start) // 64) for gate in READY_GATES])
+    inputs.g.mul_(case.get("gate_scale", 1.0))
+    launched = kernels.interpret(monkeypatch, case["num_sms"])
+    given = behind_the_last(inputs, float("nan"))
+    with torch.inference_mode():
+        actual = run_public(given, gradients=False, cp_context=FlashQLACPContext(segment_chunks=5))
+        assert launched == case["launches"]
+        whole = run_public(given, gradients=False, auto_cp=False)
+    kernel_roundings.judge(inputs, actual, gradients=False)
+    assert block_errors(actual["o"], whole["o"]).max() < 1e-2
+    assert head_errors("ht", actual["ht"], whole["ht"]).max() < 1e-2
+
+
 @pytest.mark.parametrize("num_sms", [132, 1], ids=["w1", "w2"])
 def test_states_of_chunks(num_sms, monkeypatch):
     """h, the state at the start of each chunk."""
@@ -174,7 +216,7 @@ def test_l2norm(monkeypatch):
 def test_every_kernel_is_run():
     """Every kernel of the usual dtypes and sizes, in every width and form, is launched by a test above."""
     run = {name for case in CALLS.values() for name in case["launches"]}
-    run |= {name for case in SPLITS.values() for name in case["launches"]}
+    run |= {name for cases in (SPLITS, READY) for case in cases.values() for name in case["launches"]}
     run |= {"segments_scan", "fused_fwd w1 store_h", "fused_fwd w2 store_h", "l2norm", "l2norm is_backward"}
     there = {kernels.label(v.make, v.spec) for v in compiled.all_variants()}
     assert run == there

@@ -50,7 +50,7 @@ def label(make, spec) -> str:
     """A kernel's name and which of its variants a spec chooses, dtypes and sizes apart."""
     name = make.__module__.rpartition(".")[2] + make.__name__.removeprefix("make")
     width = getattr(spec, "value_warpgroups", None)
-    flags = ("persistent", "store_h", "is_backward")
+    flags = ("persistent", "store_h", "is_backward", "ready")
     return " ".join([name, *([f"w{width}"] if width else []), *(x for x in flags if getattr(spec, x, False))])
 
 

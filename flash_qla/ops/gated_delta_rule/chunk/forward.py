@@ -38,9 +38,12 @@ def forward(
     if split is None:
         g_cumsum, T_inv = stages.solve_and_walk(*targets, q, k, v, g, beta, problem.scale, h0, seqs, keep_inverse)
     else:
-        g_cumsum, T_inv = stages.solve(k, g, beta, seqs)
-        entering = stages.entering_states(k, v, T_inv, g_cumsum, beta, h0, seqs, split, for_backward=keep)
-        stages.fused_forward(*targets, q, k, v, T_inv, g_cumsum, beta, problem.scale, h0, seqs, entering)
+        ready = not keep_inverse
+        g_cumsum, T_inv = stages.solve(k, g, beta, seqs, ready)
+        solved = T_inv, g_cumsum, beta
+        entering = stages.entering_states(k, v, *solved, h0, seqs, split, for_backward=keep, ready=ready)
+        stages.fused_forward(*targets, q, k, v, *solved, problem.scale, h0, seqs, entering, ready)
+        T_inv = T_inv if keep_inverse else None
     if h is not None:
         h = h.view(problem.batch, h.shape[0] // max(problem.batch, 1), *h.shape[1:])
     if entering is not None:

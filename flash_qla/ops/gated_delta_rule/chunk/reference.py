@@ -258,13 +258,15 @@ def normalize_backward(dyq, dyk, yq, yk, rstd_q, rstd_k):
 
 
 @stage
-def solve(k, g, beta, seqs: Sequences):
+def solve(k, g, beta, seqs: Sequences, ready: bool = False):
     """Sums the gates and inverts the chunks' triangular matrices. Equations: F0 to F2.
 
     Args:
         k: `[B, T, Hq, K]`.
         g: `[B, T, Hv]` raw natural-log gate.
         beta: `[B, T, Hv]`.
+        ready: T_inv is for `entering_states` and `fused_forward` alone, which are told so too: kernels make something
+            that is cheaper to use.
 
     Returns:
         g_cumsum `[B, T, Hv]` float32 (float64 for float64 inputs), and T_inv `[B, T, Hv, C]` in k's dtype: row t is
@@ -316,8 +318,7 @@ def fused_forward(o, ht, h, q, k, v, T_inv, g_cumsum, beta, scale, h0, seqs: Seq
 def solve_and_walk(o, ht, h, q, k, v, g, beta, scale, h0, seqs: Sequences, keep_inverse=True):
     """`solve`, then `fused_forward`: one stage because kernels may overlap the two. Returns what `solve` does.
 
-    keep_inverse: False if nobody reads T_inv afterwards; None is returned instead of it, and kernels hand the walk
-        something that is cheaper to use.
+    keep_inverse: False if nobody reads T_inv afterwards; None is returned instead of it, and kernels solve `ready`.
     """
     g_cumsum, T_inv = solve(k, g, beta, seqs)
     fused_forward(o, ht, h, q, k, v, T_inv, g_cumsum, beta, scale, h0, seqs)

@@ -301,11 +301,14 @@ def scan_reverse(c, M, needs_carry, dht, segments: Segments):
 
 
 @reference.stage
-def entering_states(k, v, T_inv, g_cumsum, beta, h0, seqs: Sequences, split: Split, for_backward: bool = False):
+def entering_states(
+    k, v, T_inv, g_cumsum, beta, h0, seqs: Sequences, split: Split, for_backward: bool = False, ready: bool = False
+):  # fmt: skip
     """Computes the state entering each segment: walk, transition, scan.
 
     Args:
         for_backward: transitions also where only `leaving_cotangents` needs them.
+        ready: as handed to `solve`.
 
     Returns:
         SegmentStates whose states are `[J, Hv, K, V]` in the compute dtype.
@@ -338,7 +341,9 @@ def leaving_cotangents(
 
 
 @reference.stage
-def fused_forward(o, ht, h, q, k, v, T_inv, g_cumsum, beta, scale, h0, seqs: Sequences, entering=None):
+def fused_forward(
+    o, ht, h, q, k, v, T_inv, g_cumsum, beta, scale, h0, seqs: Sequences, entering=None, ready: bool = False
+):  # fmt: skip
     """`reference.fused_forward`, with every segment run at once from `entering` unless that is None."""
     if entering is None:
         return reference.fused_forward(o, ht, h, q, k, v, T_inv, g_cumsum, beta, scale, h0, seqs)

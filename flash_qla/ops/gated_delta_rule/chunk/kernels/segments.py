@@ -358,11 +358,14 @@ def segment_scan(inner, transitions, carries, outer, seqs: Sequences, split: Spl
     )  # fmt: skip
 
 
-def entering_states(k, v, T_inv, g_cumsum, beta, h0, seqs: Sequences, split: Split, for_backward=False):
+def entering_states(
+    k, v, T_inv, g_cumsum, beta, h0, seqs: Sequences, split: Split, for_backward=False, ready=False
+):  # fmt: skip
     """Computes the state entering each segment but the first ones. Two launches.
 
     Args:
         for_backward: also the transitions that only `leaving_cotangents` needs.
+        ready: T_inv is what `solve` makes with `ready`.
     """
     slots, Hv, V, K = launch.num_segment_slots(seqs, split.segment_chunks), v.shape[2], v.shape[3], k.shape[3]
     entering = torch.empty((slots, Hv, V, K), dtype=torch.float32, device=k.device)
@@ -370,7 +373,7 @@ def entering_states(k, v, T_inv, g_cumsum, beta, h0, seqs: Sequences, split: Spl
     carries = torch.empty((slots, Hv, 2), dtype=torch.int32, device=k.device)
     segment_ends(
         entering, transitions, carries, k, v, T_inv, g_cumsum, beta, seqs, split, has_h0=h0 is not None,
-        for_backward=for_backward,
+        for_backward=for_backward, ready=ready,
     )  # fmt: skip
     segment_scan(entering, transitions, carries, h0, seqs, split)
     return SegmentStates(split, entering, transitions, carries)

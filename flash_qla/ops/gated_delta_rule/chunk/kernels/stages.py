@@ -80,13 +80,13 @@ def normalize_backward(dyq, dyk, yq, yk, rstd_q, rstd_k):
     return dq[..., :head_dim], dk[..., :head_dim]
 
 
-def solve(k, g, beta, seqs: Sequences):
+def solve(k, g, beta, seqs: Sequences, ready=False):
     if _is_empty(seqs):
         batch, num_tokens, num_v_heads = g.shape
         g_cumsum = g.new_zeros(g.shape, dtype=torch.float32)
         return g_cumsum, k.new_zeros((batch, num_tokens, num_v_heads, CHUNK_SIZE))
     with on_device(k.device):
-        return _solve.solve(_pad(k, native_head_dim(k.shape[-1])), g, beta, seqs)
+        return _solve.solve(_pad(k, native_head_dim(k.shape[-1])), g, beta, seqs, ready)
 
 
 def solve_and_walk(o, ht, h, q, k, v, g, beta, scale, h0, seqs: Sequences, keep_inverse=True):
@@ -109,14 +109,16 @@ def solve_and_walk(o, ht, h, q, k, v, g, beta, scale, h0, seqs: Sequences, keep_
     return g_cumsum, T_inv if keep_inverse else None
 
 
-def entering_states(k, v, T_inv, g_cumsum, beta, h0, seqs: Sequences, split: Split, for_backward=False):
+def entering_states(
+    k, v, T_inv, g_cumsum, beta, h0, seqs: Sequences, split: Split, for_backward=False, ready=False
+):  # fmt: skip
     if _is_empty(seqs):
         return SegmentStates(split, k.new_empty(0))
     dim_k, dim_v = native_head_dim(k.shape[-1]), native_head_dim(v.shape[-1])
     with on_device(k.device):
         return _segments.entering_states(
             _pad(k, dim_k), _pad(v, dim_v), T_inv, g_cumsum, beta, _pad_state(h0, dim_k, dim_v), seqs, split,
-            for_backward,
+            for_backward, ready,
         )  # fmt: skip
 
 
@@ -131,7 +133,9 @@ def leaving_cotangents(q, k, T_inv, g_cumsum, beta, do, dht, scale, seqs: Sequen
         )  # fmt: skip
 
 
-def fused_forward(o, ht, h, q, k, v, T_inv, g_cumsum, beta, scale, h0, seqs: Sequences, entering=None):
+def fused_forward(
+    o, ht, h, q, k, v, T_inv, g_cumsum, beta, scale, h0, seqs: Sequences, entering=None, ready=False
+):  # fmt: skip
     if _is_empty(seqs):
         o.zero_()
         return _pass_state_through(ht, h0)
@@ -140,6 +144,7 @@ def fused_forward(o, ht, h, q, k, v, T_inv, g_cumsum, beta, scale, h0, seqs: Seq
         _fused_fwd.fused_forward(
             padded(o, dim_v), padded(ht, dim_k, dim_v), padded(h, dim_k, dim_v), _pad(q, dim_k), _pad(k, dim_k),
             _pad(v, dim_v), T_inv, g_cumsum, beta, scale, _pad_state(h0, dim_k, dim_v), seqs, entering,
+            ready=ready,
         )  # fmt: skip
         padded.write_back()
 

@@ -1,9 +1,9 @@
 """Which kernel variants exist: those of one configuration (warm-up), and corners of every key (lowering test, reports).
 
 Compile keys, all of them: arch, dtype of q/k/v, dtypes of g, beta, initial and final state, native head sizes, value
-warpgroups per CTA, whether per-chunk states are written, and for solve how many key heads four neighbouring value heads
-have (1, 2 or 4: all that the group size decides). Heads, batch, tokens, number and lengths of sequences, strides, state
-layouts and the presence of states are run-time values.
+warpgroups per CTA, whether per-chunk states are written, for segment_ends the form of T, and for solve how many key
+heads four neighbouring value heads have (1, 2 or 4: all that the group size decides). Heads, batch, tokens, number and
+lengths of sequences, strides, state layouts and the presence of states are run-time values.
 """
 
 from itertools import product
@@ -43,8 +43,7 @@ def of_configuration(
         if backward:
             found += [(states.make, spec) for spec in states.specs(dtype, head_dim_k, head_dim_v, b, h0, ht)]
     for b in beta_dtypes:
-        for spec in ends.specs(dtype, head_dim_k, head_dim_v, b):
-            found += [(ends.make, spec), *([(ends.make_reverse, spec)] if backward else [])]
+        found += ends.specs(dtype, head_dim_k, head_dim_v, b, backward=backward)
     state_dtypes = [dtype for pair in state_pairs for dtype in pair]
     found += [(segments.make_scan, spec) for spec in segments.scan_specs(state_dtypes, head_dim_k, head_dim_v)]
     if backward:
