@@ -197,7 +197,7 @@ def chunk_gated_delta_rule(
     if env.debug():
         check_values(seqs, q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, A_log=A_log, dt_bias=dt_bias)
 
-    compute = torch.float64 if problem.dtype == torch.float64 else torch.float32
+    compute = problem.compute_dtype
     with replay.recording(None if wants_grad else key, tensors) as results:
         with no_autocast(q.device.type):
             if use_qk_l2norm_in_kernel and wants_grad:
@@ -280,10 +280,11 @@ def chunk_gated_delta_rule_fwd(
     if env.debug():
         check_values(seqs, q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state)
     with torch.no_grad(), no_autocast(q.device.type):
-        return forward(
+        g_cumsum, *results = forward(
             cp.stages_for(problem), problem, seqs, q, k, v, g, beta, initial_state,
             output_final_state=output_final_state, output_h=output_h, request=request, keep=bool(enable_fwd_cp_cache),
         )  # fmt: skip
+        return g_cumsum.to(problem.compute_dtype), *results
 
 
 def chunk_gated_delta_rule_bwd(

@@ -152,6 +152,11 @@ class Problem:
         return self.num_v_heads // self.num_k_heads
 
     @property
+    def compute_dtype(self) -> torch.dtype:
+        """What is accumulated in, and what g_cumsum, dbeta and dg are handed out in."""
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+    @property
     def sizes(self) -> tuple:
         """What a cp_cache's states depend on, besides values."""
         heads = self.num_k_heads, self.num_v_heads, self.head_dim_k, self.head_dim_v
@@ -315,8 +320,7 @@ class Problem:
         expected = (self.batch, self.num_tokens, self.num_v_heads, CHUNK_SIZE)
         _require_shape("A", T_inv, expected, "[B, T, Hv, C]")
         _require_dtype("A", T_inv.dtype, (self.dtype,), " (k's dtype)")
-        compute = torch.float64 if self.dtype == torch.float64 else torch.float32
-        _require_dtype("g (the forward's g_cumsum)", g_cumsum.dtype, (compute,))
+        _require_dtype("g (the forward's g_cumsum)", g_cumsum.dtype, (self.compute_dtype,))
         if T_inv.device != self.device:
             raise ValueError(f"A is on {T_inv.device} but q is on {self.device}; all inputs must share one device")
 
