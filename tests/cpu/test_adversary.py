@@ -173,23 +173,34 @@ def test_autocast_hides_no_wrong_dtype(change, words):
 # --- padding
 
 
+@pytest.mark.parametrize("place", ["host", "device"])
+@pytest.mark.parametrize("l2norm", [False, True], ids=["plain", "l2norm"])
+@pytest.mark.parametrize("activations", [False, True], ids=["gate", "logits"])
 @pytest.mark.parametrize("offsets", [(0, 5, 40), (3, 40), (0,)], ids=["after", "around", "everywhere"])
-def test_nan_in_padding_reaches_no_gradient(offsets):
-    """Rows of no sequence are often torch.empty: what sums over tokens, as dA_log does, must not see them."""
+def test_nan_in_padding_reaches_no_gradient(offsets, activations, l2norm, place, monkeypatch):
+    """Rows of no sequence are often torch.empty: their own gradients are zero, and what sums over tokens, as dA_log
+    does, must not see them.
+    """
+    if place == "device":  # the host does not know the offsets of a GPU
+        monkeypatch.setattr(Sequences, "lengths_on_host", property(lambda seqs: not seqs.is_varlen))
     a = arguments() | {"cu_seqlens": torch.tensor(offsets)}
     outside = torch.ones(T, dtype=torch.bool)
     outside[offsets[0] : offsets[-1]] = False
 
     def gradients(padding):
-        leaves = {name: a[name].masked_fill(outside.view(-1, 1), padding) for name in ("g", "beta")}
-        leaves |= {"A_log": torch.zeros(HV), "dt_bias": torch.ones(HV)}
+        names = ("q", "k", "v", "g", "beta")
+        leaves = {n: a[n].masked_fill(outside.view(-1, *[1] * (a[n].dim() - 2)), padding) for n in names}
+        options = {"use_qk_l2norm_in_kernel": l2norm}
+        if activations:
+            leaves |= {"A_log": torch.zeros(HV), "dt_bias": torch.ones(HV)}
+            options |= {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True}
         leaves = {name: x.requires_grad_() for name, x in leaves.items()}
-        o, _ = flash_qla.chunk_gated_delta_rule(
-            **a | leaves, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, allow_neg_eigval=True
-        )
-        return o, *torch.autograd.grad(o.square().sum(), list(leaves.values()))
+        o, _ = flash_qla.chunk_gated_delta_rule(**a | leaves, **options)
+        return {"o": o} | dict(zip(leaves, torch.autograd.grad(o.square().sum(), list(leaves.values()))))
 
-    assert all(map(torch.equal, gradients(torch.nan), gradients(0.0)))
+    actual, expected = gradients(torch.nan), gradients(0.0)
+    assert [name for name, x in actual.items() if not torch.equal(x, expected[name])] == []
+    assert not any(actual[name][:, outside].any() for name in ("q", "k", "v", "g", "beta"))
 
 
 # --- what surrounds the call

@@ -201,7 +201,7 @@ def chunk_gated_delta_rule(
     with replay.recording(None if wants_grad else key, tensors) as results:
         with no_autocast(q.device.type):
             if use_qk_l2norm_in_kernel and wants_grad:
-                q, k = NormalizeQK.apply(q, k, stages)
+                q, k = NormalizeQK.apply(q, k, stages, seqs)
             elif use_qk_l2norm_in_kernel:
                 q, k = stages.normalize(q, k, L2NORM_EPS)[:2]
             if use_gate_in_kernel:
