@@ -550,6 +550,22 @@ def test_debug_finds_nan(name, monkeypatch):
         flash_qla.chunk_gated_delta_rule(**arguments)
 
 
+@pytest.mark.parametrize("offsets", [[0, 5, T - 3], [0]], ids=["tail", "no_sequence"])
+def test_debug_looks_at_no_row_of_no_sequence(offsets, monkeypatch):
+    """They are often torch.empty, and nothing reads them."""
+    monkeypatch.setenv("FLASH_QLA_DEBUG", "1")
+    states = {"initial_state": torch.zeros(len(offsets) - 1, HV, K, V), "cu_seqlens": torch.tensor(offsets)}
+    for arguments in (tensors(), backward_arguments()):
+        for name in {"q", "k", "v", "g", "beta", "A", "do"} & arguments.keys():
+            arguments[name][:, offsets[-1] :] = float("nan")
+        call = flash_qla.chunk_gated_delta_rule_bwd if "do" in arguments else flash_qla.chunk_gated_delta_rule
+        call(**arguments | states)
+        if offsets[-1]:
+            arguments["beta"][0, offsets[-1] - 1, 0] = float("nan")
+            with pytest.raises(ValueError, match=r"beta holds NaN \(1 of"):
+                call(**arguments | states)
+
+
 @pytest.mark.parametrize("name", ["q", "g", "A", "do", "dht"])
 def test_debug_finds_nan_in_the_low_level_backward(name, monkeypatch):
     arguments = backward_arguments() | {"dht": torch.zeros(2, HV, K, V)}

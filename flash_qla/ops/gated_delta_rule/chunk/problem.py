@@ -348,8 +348,14 @@ def _key(x):
     return x.shape, x.dtype, x.device, x.layout, x.is_neg()
 
 
+_OF_NO_ROWS = ("initial_state", "dht", "A_log", "dt_bias")
+
+
 def check_values(seqs: Sequences, **tensors) -> None:
-    """FLASH_QLA_DEBUG=1: reads cu_seqlens and the inputs. Raises ValueError naming the argument and what is wrong."""
+    """FLASH_QLA_DEBUG=1: reads cu_seqlens and the inputs. Raises ValueError naming the argument and what is wrong.
+
+    NaN is looked for where the operator reads: not in the rows of no sequence.
+    """
     for name in ("cu_seqlens", "cu_seqlens_cpu"):
         source = getattr(seqs, name)
         if source is None:
@@ -365,6 +371,9 @@ def check_values(seqs: Sequences, **tensors) -> None:
     if seqs.cu_seqlens is not None and seqs.cu_seqlens_cpu is not None:
         if seqs.cu_seqlens.tolist() != seqs.cu_seqlens_cpu.tolist():
             raise ValueError("cu_seqlens_cpu differs from cu_seqlens; both must hold the same offsets")
+    end = int(seqs.cu_seqlens[-1]) if seqs.is_varlen else seqs.num_tokens
     for name, x in tensors.items():
+        if x is not None and name not in _OF_NO_ROWS:
+            x = x[:, :end]
         if x is not None and bool(torch.isnan(x).any()):
             raise ValueError(f"{name} holds NaN ({int(torch.isnan(x).sum())} of {x.numel()} values)")
