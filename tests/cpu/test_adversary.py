@@ -15,6 +15,7 @@ from flash_qla.ops.gated_delta_rule.chunk import fused_gdr_h, kkt_solve, referen
 from flash_qla.ops.gated_delta_rule.chunk.cp import build_cp_context
 from flash_qla.ops.gated_delta_rule.chunk.sequences import Sequences
 from flash_qla.ops.utils import chunk_local_cumsum
+from flash_qla.utils import l2norm
 
 B, T, HQ, HV, D = 2, 70, 2, 4, 8
 
@@ -328,11 +329,36 @@ def test_the_low_level_functions_refuse_transforms():
     def backward(do):
         return flash_qla.chunk_gated_delta_rule_bwd(**{**a, "g": g_cumsum}, A=T_inv, do=do)[0]
 
-    for call in (forward, backward):
+    def walk(v):
+        return fused_gdr_h(a["k"], v, T_inv, g_cumsum, a["beta"])[1]
+
+    for call in (forward, backward, walk):
         with pytest.raises(NotImplementedError, match="torch.func"):
             torch.func.vmap(call)(torch.stack([o, o]))
         with pytest.raises(NotImplementedError, match="torch.func"):
             torch.func.grad(lambda x, call=call: call(x).sum())(o)
+
+
+OFFSETS = {
+    "public": lambda a, cu: flash_qla.chunk_gated_delta_rule(**a, cu_seqlens=cu)[0],
+    "host_copy": lambda a, cu: flash_qla.chunk_gated_delta_rule(
+        **a, cu_seqlens=torch.tensor([0, 5, T]), cu_seqlens_cpu=cu
+    )[0],
+    "context": lambda a, cu: flash_qla.chunk_gated_delta_rule(**a, cp_context=SimpleNamespace(cu_seqlens=cu))[0],
+    "out": lambda a, cu: flash_qla.chunk_gated_delta_rule(**a, out=a["v"] + cu[0])[0],
+    "fwd": lambda a, cu: flash_qla.chunk_gated_delta_rule_fwd(**a, cu_seqlens=cu)[2],
+    "kkt": lambda a, cu: kkt_solve(a["k"], a["beta"], cu_seqlens=cu),
+    "cumsum": lambda a, cu: chunk_local_cumsum(a["g"], cu_seqlens=cu),
+    "build_cp_context": lambda a, cu: build_cp_context(cu, g=a["g"]).decays,
+    "l2norm": lambda a, cu: l2norm(a["q"] + cu[0]),
+}
+
+
+@pytest.mark.parametrize("call", OFFSETS.values(), ids=OFFSETS)
+def test_transforms_over_what_has_no_gradient_are_refused_by_name(call):
+    a = arguments()
+    with pytest.raises(NotImplementedError, match=r"is not supported inside torch\.func"):
+        torch.func.vmap(lambda cu: call(a, cu))(torch.tensor([[0, 5, T], [0, 6, T]]))
 
 
 @pytest.mark.parametrize("l2norm", [False, True], ids=["plain", "l2norm"])

@@ -7,7 +7,7 @@ statements, so they also hold under `python -O`. `check_values` is the exception
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from numbers import Real
+from numbers import Integral, Real
 from typing import NamedTuple
 
 import torch
@@ -80,6 +80,17 @@ def _as_float(name, x) -> float | None:
         return float(x)
     except OverflowError:
         raise ValueError(f"{name} must be None or a number within float64's range, got one beyond it") from None
+
+
+def check_flags(**flags) -> None:
+    """Raises ValueError unless each is a bool, or what callers pass for one: 0, 1, numpy's, or None for False.
+
+    Anything else would pass by its truth value, as the text "False" does, or fail for want of one, as a tensor does.
+    """
+    for name, x in flags.items():
+        if x is None or type(x).__name__ in ("bool", "bool_") or (isinstance(x, Integral) and x in (0, 1)):
+            continue
+        raise ValueError(f"{name} must be True or False, got {'a tensor' if isinstance(x, torch.Tensor) else repr(x)}")
 
 
 def _span(shape, strides) -> int:
