@@ -5,7 +5,7 @@ eps lies inside the root, so an all-zero row (padding) gives y = 0 and a finite 
 
 import torch
 
-from flash_qla.utils.guards import first_order_only
+from flash_qla.utils.guards import first_order_only, reject_transforms
 
 
 def _compute_dtype(x: torch.Tensor) -> torch.dtype:
@@ -85,5 +85,8 @@ def l2norm(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
 
     Raises:
         ValueError: x is no tensor of a floating-point dtype.
+        NotImplementedError: inside a torch.func transform, or for a forward-mode derivative.
     """
+    if not torch.compiler.is_compiling():
+        reject_transforms("l2norm", x)
     return _L2Norm.apply(x, eps)

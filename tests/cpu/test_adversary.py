@@ -15,6 +15,7 @@ from flash_qla.ops.gated_delta_rule.chunk import fused_gdr_h, kkt_solve, referen
 from flash_qla.ops.gated_delta_rule.chunk.cp import build_cp_context
 from flash_qla.ops.gated_delta_rule.chunk.sequences import Sequences
 from flash_qla.ops.utils import chunk_local_cumsum
+from flash_qla.utils import l2norm
 
 B, T, HQ, HV, D = 2, 70, 2, 4, 8
 
@@ -173,23 +174,34 @@ def test_autocast_hides_no_wrong_dtype(change, words):
 # --- padding
 
 
+@pytest.mark.parametrize("place", ["host", "device"])
+@pytest.mark.parametrize("l2norm", [False, True], ids=["plain", "l2norm"])
+@pytest.mark.parametrize("activations", [False, True], ids=["gate", "logits"])
 @pytest.mark.parametrize("offsets", [(0, 5, 40), (3, 40), (0,)], ids=["after", "around", "everywhere"])
-def test_nan_in_padding_reaches_no_gradient(offsets):
-    """Rows of no sequence are often torch.empty: what sums over tokens, as dA_log does, must not see them."""
+def test_nan_in_padding_reaches_no_gradient(offsets, activations, l2norm, place, monkeypatch):
+    """Rows of no sequence are often torch.empty: their own gradients are zero, and what sums over tokens, as dA_log
+    does, must not see them.
+    """
+    if place == "device":  # the host does not know the offsets of a GPU
+        monkeypatch.setattr(Sequences, "lengths_on_host", property(lambda seqs: not seqs.is_varlen))
     a = arguments() | {"cu_seqlens": torch.tensor(offsets)}
     outside = torch.ones(T, dtype=torch.bool)
     outside[offsets[0] : offsets[-1]] = False
 
     def gradients(padding):
-        leaves = {name: a[name].masked_fill(outside.view(-1, 1), padding) for name in ("g", "beta")}
-        leaves |= {"A_log": torch.zeros(HV), "dt_bias": torch.ones(HV)}
+        names = ("q", "k", "v", "g", "beta")
+        leaves = {n: a[n].masked_fill(outside.view(-1, *[1] * (a[n].dim() - 2)), padding) for n in names}
+        options = {"use_qk_l2norm_in_kernel": l2norm}
+        if activations:
+            leaves |= {"A_log": torch.zeros(HV), "dt_bias": torch.ones(HV)}
+            options |= {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True}
         leaves = {name: x.requires_grad_() for name, x in leaves.items()}
-        o, _ = flash_qla.chunk_gated_delta_rule(
-            **a | leaves, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, allow_neg_eigval=True
-        )
-        return o, *torch.autograd.grad(o.square().sum(), list(leaves.values()))
+        o, _ = flash_qla.chunk_gated_delta_rule(**a | leaves, **options)
+        return {"o": o} | dict(zip(leaves, torch.autograd.grad(o.square().sum(), list(leaves.values()))))
 
-    assert all(map(torch.equal, gradients(torch.nan), gradients(0.0)))
+    actual, expected = gradients(torch.nan), gradients(0.0)
+    assert [name for name, x in actual.items() if not torch.equal(x, expected[name])] == []
+    assert not any(actual[name][:, outside].any() for name in ("q", "k", "v", "g", "beta"))
 
 
 # --- what surrounds the call
@@ -317,11 +329,36 @@ def test_the_low_level_functions_refuse_transforms():
     def backward(do):
         return flash_qla.chunk_gated_delta_rule_bwd(**{**a, "g": g_cumsum}, A=T_inv, do=do)[0]
 
-    for call in (forward, backward):
+    def walk(v):
+        return fused_gdr_h(a["k"], v, T_inv, g_cumsum, a["beta"])[1]
+
+    for call in (forward, backward, walk):
         with pytest.raises(NotImplementedError, match="torch.func"):
             torch.func.vmap(call)(torch.stack([o, o]))
         with pytest.raises(NotImplementedError, match="torch.func"):
             torch.func.grad(lambda x, call=call: call(x).sum())(o)
+
+
+OFFSETS = {
+    "public": lambda a, cu: flash_qla.chunk_gated_delta_rule(**a, cu_seqlens=cu)[0],
+    "host_copy": lambda a, cu: flash_qla.chunk_gated_delta_rule(
+        **a, cu_seqlens=torch.tensor([0, 5, T]), cu_seqlens_cpu=cu
+    )[0],
+    "context": lambda a, cu: flash_qla.chunk_gated_delta_rule(**a, cp_context=SimpleNamespace(cu_seqlens=cu))[0],
+    "out": lambda a, cu: flash_qla.chunk_gated_delta_rule(**a, out=a["v"] + cu[0])[0],
+    "fwd": lambda a, cu: flash_qla.chunk_gated_delta_rule_fwd(**a, cu_seqlens=cu)[2],
+    "kkt": lambda a, cu: kkt_solve(a["k"], a["beta"], cu_seqlens=cu),
+    "cumsum": lambda a, cu: chunk_local_cumsum(a["g"], cu_seqlens=cu),
+    "build_cp_context": lambda a, cu: build_cp_context(cu, g=a["g"]).decays,
+    "l2norm": lambda a, cu: l2norm(a["q"] + cu[0]),
+}
+
+
+@pytest.mark.parametrize("call", OFFSETS.values(), ids=OFFSETS)
+def test_transforms_over_what_has_no_gradient_are_refused_by_name(call):
+    a = arguments()
+    with pytest.raises(NotImplementedError, match=r"is not supported inside torch\.func"):
+        torch.func.vmap(lambda cu: call(a, cu))(torch.tensor([[0, 5, T], [0, 6, T]]))
 
 
 @pytest.mark.parametrize("l2norm", [False, True], ids=["plain", "l2norm"])

@@ -6,17 +6,19 @@ under `python -O`. More than 600 lines: the table's.
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 import flash_qla
 from flash_qla import arch
 from flash_qla.ops.gated_delta_rule.chunk import backend, interface, reference, stages
-from flash_qla.ops.gated_delta_rule.chunk.cp import build_cp_context
+from flash_qla.ops.gated_delta_rule.chunk.cp import FlashQLACPContext, build_cp_context
 from flash_qla.ops.gated_delta_rule.chunk.problem import Problem
 from flash_qla.ops.utils import chunk_local_cumsum
 from flash_qla.testing.workloads import make_inputs
@@ -315,6 +317,20 @@ OPTIONS = [
         VALUE,
         ("out", "gradients"),
     ),
+    Case(
+        "cp_host_offsets_alone",
+        {
+            "cu_seqlens": None,
+            "initial_state": None,
+            "cp_context": FlashQLACPContext(cu_seqlens_cpu=torch.tensor([0, T])),
+        },
+        VALUE,
+        ("cu_seqlens_cpu", "without cu_seqlens"),
+    ),
+    *(
+        Case(f"cp_{name}", {"cp_context": SimpleNamespace(group=None, **{name: "no"})}, VALUE, (f"{name} must", "'no'"))
+        for name in ("is_intra", "force_intra")
+    ),
     Case("unknown_keyword", {"use_beta_in_kernel": True}, TypeError, ("use_beta_in_kernel", "chunk_gated_delta_rule")),
     Case("misspelt_keyword", {"cu_seqlen": None}, TypeError, ("cu_seqlen",)),
     Case("cp_group", {"cp_context": SimpleNamespace(group=SEVERAL_CARDS)}, UNBUILT, ("cp_context", "2 ranks")),
@@ -384,6 +400,28 @@ LOW_LEVEL = [
     Case("walk_v_dtype", to("v", torch.float16), VALUE, ("v has dtype float16 but k has bfloat16", "k and v"), "walk"),
     Case("walk_warmup", {"num_warmup_chunks": 2}, UNBUILT, ("num_warmup_chunks", "2"), "walk"),
     Case("walk_a", {"a": zeros(1, T, HQ, 64)}, VALUE, ("a must", f"(1, {T}, {HV}, 64)"), "walk"),
+    Case("context_offsets_list", {"cu_seqlens": [0, 5]}, VALUE, ("cu_seqlens", "torch.Tensor", "list"), "context"),
+    Case(
+        "context_offsets_float", to("cu_seqlens", torch.float32), VALUE, ("cu_seqlens", "float32", "int64"), "context"
+    ),
+    Case(
+        "context_offsets_with_g",
+        {"cu_seqlens": [0, 5], "g": torch.zeros(1, 5, 2)},
+        VALUE,
+        ("cu_seqlens", "torch.Tensor", "list"),
+        "context",
+    ),
+    Case("context_host_size", {"cu_seqlens_cpu": torch.tensor([0])}, VALUE, ("cu_seqlens_cpu", "1 offsets"), "context"),
+    Case(
+        "context_host_alone",
+        {"cu_seqlens": None, "cu_seqlens_cpu": torch.tensor([0, 5])},
+        VALUE,
+        ("cu_seqlens_cpu", "without cu_seqlens"),
+        "context",
+    ),
+    Case("context_g_meta", {"g": torch.ones(1, 5, 2, **META)}, VALUE, ("g must", "meta", "CPU"), "context"),
+    Case("context_g_sparse", {"g": torch.ones(1, 5, 2).to_sparse()}, VALUE, ("g must", "sparse_coo"), "context"),
+    Case("context_g_heads", {"g": torch.ones(1, 5, 2), "num_v_heads": 3}, VALUE, ("g must", "Hv = 3"), "context"),
     Case("context_inter", {"enable_inter": True}, UNBUILT, ("enable_inter", "cards"), "context"),
     Case("context_group", {"group": SEVERAL_CARDS}, UNBUILT, ("group", "2 ranks"), "context"),
     Case("context_chunk_tensor", {"chunk_size": torch.tensor([64, 64])}, VALUE, ("chunk_size", "64"), "context"),
@@ -412,9 +450,36 @@ LOW_LEVEL = [
     Case("warmup_head_dim", {"head_dim_k": 300}, VALUE, ("K = 300", "256"), "warmup"),
     Case("warmup_dtype", {"dtype": torch.int8}, VALUE, ("int8", "bfloat16"), "warmup"),
     Case("warmup_gate_dtype", {"gate_dtype": torch.float64}, VALUE, ("g", "float64"), "warmup"),
+    *(
+        Case(f"warmup_device_{device}", {"device": device}, VALUE, (f"device={device!r}", "None", "GPU"), "warmup")
+        for device in ("foo", "cuda:63", 63, -1, 2.5, "meta")
+    ),
+    Case("warmup_no_number", {"num_k_heads": True}, VALUE, ("num_k_heads", "True"), "warmup"),
     Case("warmup_state_dtype", {"state_dtype": torch.float64}, VALUE, ("state_dtype", "float64"), "warmup"),
 ]
-CASES = SHAPES + DTYPES + DEVICES + SEQUENCES + OPTIONS + LOW_LEVEL
+FLAGS = {
+    "public": (
+        "output_final_state", "use_qk_l2norm_in_kernel", "head_first", "state_v_first", "auto_cp",
+        "enable_fwd_cp_cache", "force_intra_cp", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel",
+        "allow_neg_eigval", "transpose_state_layout",
+    ),
+    "fwd": ("output_final_state", "output_h", "auto_cp", "state_v_first", "enable_fwd_cp_cache"),
+    "bwd": ("state_v_first", "auto_cp"),
+    "fused": ("output_final_state", "output_h", "output_o", "state_v_first"),
+    "walk": ("output_final_state", "output_h", "state_v_first"),
+    "context": ("enable_inter", "enable_intra", "is_train", "force_intra_cp"),
+    "cumsum": ("reverse",),
+    "warmup": ("backward",),
+}  # fmt: skip
+# Text is true whatever it says, a tensor's truth costs a device read or fails, another number is another argument's.
+NO_FLAGS = {"text": ("False", "'False'"), "tensor": (torch.ones(2), "a tensor"), "number": (2, "2")}
+FLAG_CASES = [
+    Case(f"{function}_{name}_{kind}", {name: value}, VALUE, (f"{name} must be True or False", got), function)
+    for function, names in FLAGS.items()
+    for name in names
+    for kind, (value, got) in NO_FLAGS.items()
+]
+CASES = SHAPES + DTYPES + DEVICES + SEQUENCES + OPTIONS + LOW_LEVEL + FLAG_CASES
 
 
 def failure(case: Case) -> str | None:
@@ -506,6 +571,22 @@ def test_float64_only_together():
     assert flash_qla.chunk_gated_delta_rule(**narrow)[0].dtype == torch.float64
 
 
+def test_every_flag_is_in_the_table():
+    """A new boolean argument is checked like the others."""
+    for function, names in FLAGS.items():
+        parameters = inspect.signature(FUNCTIONS[function][0]).parameters.values()
+        flags = {p.name for p in parameters if isinstance(p.default, bool)}
+        assert flags <= set(names) <= {p.name for p in parameters}, function
+
+
+@pytest.mark.parametrize("off", [None, 0, np.False_], ids=["none", "zero", "numpy"])
+def test_what_else_counts_as_a_flag(off):
+    """`use_cache` may be None in a model, and configurations hold numpy's bools."""
+    o, state = flash_qla.chunk_gated_delta_rule(**tensors(), output_final_state=off, use_qk_l2norm_in_kernel=np.True_)
+    expected, _ = flash_qla.chunk_gated_delta_rule(**tensors(), use_qk_l2norm_in_kernel=True)
+    assert state is None and torch.equal(o, expected)
+
+
 def test_chunk_offsets_and_chunk_indices_are_accepted():
     expected, _ = flash_qla.chunk_gated_delta_rule(**tensors())
     extra = {"chunk_offsets": torch.tensor([0, 1, 3]), "chunk_indices": torch.zeros(3, 2, dtype=torch.int32)}
@@ -550,6 +631,22 @@ def test_debug_finds_nan(name, monkeypatch):
         flash_qla.chunk_gated_delta_rule(**arguments)
 
 
+@pytest.mark.parametrize("offsets", [[0, 5, T - 3], [0]], ids=["tail", "no_sequence"])
+def test_debug_looks_at_no_row_of_no_sequence(offsets, monkeypatch):
+    """They are often torch.empty, and nothing reads them."""
+    monkeypatch.setenv("FLASH_QLA_DEBUG", "1")
+    states = {"initial_state": torch.zeros(len(offsets) - 1, HV, K, V), "cu_seqlens": torch.tensor(offsets)}
+    for arguments in (tensors(), backward_arguments()):
+        for name in {"q", "k", "v", "g", "beta", "A", "do"} & arguments.keys():
+            arguments[name][:, offsets[-1] :] = float("nan")
+        call = flash_qla.chunk_gated_delta_rule_bwd if "do" in arguments else flash_qla.chunk_gated_delta_rule
+        call(**arguments | states)
+        if offsets[-1]:
+            arguments["beta"][0, offsets[-1] - 1, 0] = float("nan")
+            with pytest.raises(ValueError, match=r"beta holds NaN \(1 of"):
+                call(**arguments | states)
+
+
 @pytest.mark.parametrize("name", ["q", "g", "A", "do", "dht"])
 def test_debug_finds_nan_in_the_low_level_backward(name, monkeypatch):
     arguments = backward_arguments() | {"dht": torch.zeros(2, HV, K, V)}
@@ -569,10 +666,10 @@ def test_debug_is_off(value, monkeypatch):
 
 def test_backend_kernels_refuses_the_cpu(monkeypatch, nothing_may_run):
     monkeypatch.setenv("FLASH_QLA_BACKEND", "kernels")
-    for function in ("public", "fwd"):
+    for function in ("public", "fwd", "warmup"):
         with pytest.raises(NotImplementedError) as error:
             # The forward is not patched here: it asks for its stages before it runs any.
-            interface_free(FUNCTIONS[function][0], tensors())
+            interface_free(FUNCTIONS[function][0], FUNCTIONS[function][1]())
         assert all(word in str(error.value) for word in ("FLASH_QLA_BACKEND=kernels", "cpu", "GPU"))
 
 
@@ -587,7 +684,7 @@ def interface_free(function, arguments):
         return function(**arguments)
 
 
-@pytest.mark.parametrize("function", ["public", "fwd", "bwd", "fused"])
+@pytest.mark.parametrize("function", ["public", "fwd", "bwd", "fused", "warmup"])
 def test_backend_unknown(function, monkeypatch):
     monkeypatch.setenv("FLASH_QLA_BACKEND", "triton")
     call, arguments = FUNCTIONS[function]

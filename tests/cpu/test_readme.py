@@ -1,11 +1,13 @@
 """The README does what it says: its examples run as printed, its table is env.py's, its paths exist."""
 
+import importlib
+import inspect
 import re
 from pathlib import Path
 
 import pytest
 
-from flash_qla import env
+from flash_qla import chunk_gated_delta_rule, env
 from tests.case_inputs import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,6 +36,18 @@ def test_environment_table_is_env_py():
     expected = [f"| `{name}` | `{default}` | {meaning} |" for name, (default, meaning) in env.VARIABLES.items()]
     found = [line for line in README.splitlines() if line.startswith("| `FLASH_QLA_")]
     assert found == expected, "paste this into README.md:\n" + "\n".join(expected)
+
+
+def test_every_argument_is_listed():
+    table = README.split("## API")[1].split("\n## ")[0]
+    listed = re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`[^|]*)\|", table, re.M)))
+    wanted = [p.name for p in inspect.signature(chunk_gated_delta_rule).parameters.values() if p.kind != p.VAR_KEYWORD]
+    assert [name for name in wanted if name not in listed] == []
+
+
+def test_the_contexts_module_is_named():
+    (module,) = re.findall(r"`build_cp_context\(g=…\)` \(of `([\w.]+)`\)", README)
+    assert callable(importlib.import_module(module).build_cp_context)
 
 
 def test_every_variable_of_the_code_is_listed():

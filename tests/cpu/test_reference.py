@@ -14,6 +14,7 @@ from flash_qla.ops.gated_delta_rule.chunk.constants import GATE_FLOOR
 from flash_qla.ops.gated_delta_rule.chunk.sequences import Sequences
 from flash_qla.testing.compare import assert_close_per_head, chunked_reference, ground_truth
 from flash_qla.testing.workloads import GATE_PROFILES, LENGTH_CASES, make_inputs
+from tests.case_inputs import GRADIENTS, run_public
 
 ABSOLUTE = 1e-9
 
@@ -91,6 +92,19 @@ def test_gate_floor_is_a_reset_and_takes_no_gradient():
     clamped = ground_truth(replace(inputs, g=g.clamp(min=GATE_FLOOR)))
     torch.testing.assert_close(expected["o"], clamped["o"], rtol=0, atol=0)
     assert_equal_float64(replace(inputs, g=g))
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+@pytest.mark.parametrize("share", [0.1, 0.5, 1.0])
+def test_resets_cost_no_precision(share, split, monkeypatch):
+    """Each reset adds -100 to its chunk's sum: tokens that decay little after 56 of them lost three digits."""
+    monkeypatch.setenv("FLASH_QLA_CP_TOLERANCE", "-1e9")
+    inputs = make_inputs([130, 0, 200], 1, 4, 32, 64, "mild", torch.float32)
+    resets = torch.rand(inputs.g.shape, generator=torch.Generator().manual_seed(1)) < share
+    resets &= (torch.arange(330) % 64 < 56).view(-1, 1)
+    inputs = replace(inputs, g=inputs.g.masked_fill(resets, -1e4))
+    caps = {name: 2e-6 for name in ("o", "ht", *GRADIENTS)}
+    assert_close_per_head(run_public(inputs, force_intra_cp=split), ground_truth(inputs), torch.float32, caps=caps)
 
 
 def test_positive_gate_is_not_clamped():

@@ -5,8 +5,9 @@ from numbers import Integral
 import torch
 
 from flash_qla.ops.gated_delta_rule.chunk import reference
-from flash_qla.ops.gated_delta_rule.chunk.problem import Problem, require_tensor
+from flash_qla.ops.gated_delta_rule.chunk.problem import Problem, check_flags, require_tensor
 from flash_qla.ops.gated_delta_rule.chunk.sequences import Sequences
+from flash_qla.utils.guards import reject_transforms
 
 
 def chunk_local_cumsum(
@@ -26,11 +27,13 @@ def chunk_local_cumsum(
     Raises:
         ValueError: an argument that is not as above.
     """
+    check_flags(reverse=reverse)
     require_tensor("g", g, 3, "[B, T, H]")
     if not g.is_floating_point() or g.device.type == "meta":
         raise ValueError(f"g must be of a floating-point dtype, on a CPU or a GPU, got {g.dtype} on {g.device}")
     if isinstance(chunk_size, bool) or not isinstance(chunk_size, Integral) or chunk_size < 1:
         raise ValueError(f"chunk_size must be an integer, at least 1, got {chunk_size!r}")
     Problem.check_cu_seqlens(g.shape[0], g.device, cu_seqlens)
+    reject_transforms("chunk_local_cumsum", g, cu_seqlens)
     seqs = Sequences.build(g.shape[0], g.shape[1], chunk_size, cu_seqlens)
     return reference.cumsum(g, seqs, reverse).float()

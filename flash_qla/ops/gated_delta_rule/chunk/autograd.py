@@ -45,9 +45,9 @@ class Call:
 def replayed(known: replay.Replay, q, k, v, g, beta, initial_state, cu_seqlens):
     """Returns o and the final state of a call with gradients whose forward was recorded."""
     call = known.context
-    if call.normalize:
-        q, k = NormalizeQK.apply(q, k, call.stages)
     seqs = Sequences.build(call.problem.batch, call.problem.num_tokens, CHUNK_SIZE, cu_seqlens)
+    if call.normalize:
+        q, k = NormalizeQK.apply(q, k, call.stages, seqs)
     return ChunkGatedDeltaRule.apply(q, k, v, g, beta, initial_state, cu_seqlens, call, seqs, known)
 
 
@@ -94,13 +94,13 @@ class ChunkGatedDeltaRule(torch.autograd.Function):
 
 
 class NormalizeQK(torch.autograd.Function):
-    """y_q, y_k = apply(q, k, stages): both L2 norms in one pass; saves what the operator saves anyway, and rstd."""
+    """y_q, y_k = apply(q, k, stages, seqs): both norms in one pass; saves what the operator saves anyway, and rstd."""
 
     @staticmethod
-    def forward(ctx, q, k, stages):
+    def forward(ctx, q, k, stages, seqs: Sequences):
         yq, yk, rstd_q, rstd_k = stages.normalize(q, k, L2NORM_EPS)
         ctx.save_for_backward(yq, yk, rstd_q, rstd_k)
-        ctx.stages = stages
+        ctx.stages, ctx.seqs = stages, seqs
         return yq, yk
 
     @staticmethod
@@ -108,7 +108,8 @@ class NormalizeQK(torch.autograd.Function):
         saved = ctx.saved_tensors
         with torch.no_grad():
             grads = ctx.stages.normalize_backward(dyq, dyk, *saved)
-        return *(first_order_only("l2norm", x, dyq, dyk, *saved[:2]) for x in grads), None
+            ctx.seqs.zero_padding_(*grads)  # normalising goes by rows, those of no sequence too: their NaN comes out
+        return *(first_order_only("l2norm", x, dyq, dyk, *saved[:2]) for x in grads), None, None
 
 
 def _gradients(ctx, saved, do, dht):

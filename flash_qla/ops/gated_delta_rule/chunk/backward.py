@@ -43,6 +43,6 @@ def backward(
     if not need:
         return None, None, None, None, None, dh0
     dq, dk = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k))
-    dbeta, dg = (torch.empty_like(g_cumsum) for _ in range(2))
+    dbeta, dg = (torch.empty_like(g_cumsum, dtype=problem.compute_dtype) for _ in range(2))
     stages.gradients(dq, dk, dv, dbeta, dg, q, k, v, T_inv, g_cumsum, beta, do, problem.scale, S, dS, seqs)
     return dq, dk, dv, dbeta, dg, dh0

@@ -15,10 +15,17 @@ from .autograd import Call, ChunkGatedDeltaRule, NormalizeQK, replayed
 from .backward import backward
 from .constants import L2NORM_EPS
 from .forward import forward
-from .problem import SMALL_DTYPES, Problem, check_values
+from .problem import SMALL_DTYPES, Problem, check_flags, check_values
 from .split import SegmentStates
 
 _ACCEPTED_UNUSED = ("chunk_offsets",)  # some callers pass it along; it is derived from cu_seqlens
+
+
+_FLAGS = (
+    "output_final_state", "use_qk_l2norm_in_kernel", "head_first", "state_v_first", "auto_cp", "enable_fwd_cp_cache",
+    "force_intra_cp", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval", "transpose_state_layout",
+)  # fmt: skip
+_PLAIN_FLAGS = frozenset((bool, type(None)))
 
 
 def _reject_unknown(function: str, kwargs: dict) -> None:
@@ -158,6 +165,12 @@ def chunk_gated_delta_rule(
             cu_seqlens_cpu=cu_seqlens_cpu, chunk_indices=chunk_indices, chunk_size=chunk_size,
             transpose_state_layout=transpose_state_layout, out=out, state_dtype=state_dtype, **kwargs,
         )  # fmt: skip
+    flags = (
+        output_final_state, use_qk_l2norm_in_kernel, head_first, state_v_first, auto_cp, enable_fwd_cp_cache,
+        force_intra_cp, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, transpose_state_layout,
+    )  # fmt: skip
+    if not _PLAIN_FLAGS.issuperset(map(type, flags)):  # the names cost time: only where there is doubt
+        check_flags(**dict(zip(_FLAGS, flags)))
     tensors, key = (q, k, v, g, beta, initial_state, cu_seqlens), None
     if (
         out is None and cp_context is None and A_log is None and dt_bias is None and cu_seqlens_cpu is None
@@ -185,7 +198,7 @@ def chunk_gated_delta_rule(
     )  # fmt: skip
     _check_activations(g, A_log, dt_bias, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     inputs = (q, k, v, g, beta, initial_state, A_log, dt_bias)
-    reject_transforms("chunk_gated_delta_rule", *inputs)
+    reject_transforms("chunk_gated_delta_rule", *inputs, cu_seqlens, cu_seqlens_cpu, out)
     wants_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     if out is not None:
         names = ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias")
@@ -197,11 +210,11 @@ def chunk_gated_delta_rule(
     if env.debug():
         check_values(seqs, q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, A_log=A_log, dt_bias=dt_bias)
 
-    compute = torch.float64 if problem.dtype == torch.float64 else torch.float32
+    compute = problem.compute_dtype
     with replay.recording(None if wants_grad else key, tensors) as results:
         with no_autocast(q.device.type):
             if use_qk_l2norm_in_kernel and wants_grad:
-                q, k = NormalizeQK.apply(q, k, stages)
+                q, k = NormalizeQK.apply(q, k, stages, seqs)
             elif use_qk_l2norm_in_kernel:
                 q, k = stages.normalize(q, k, L2NORM_EPS)[:2]
             if use_gate_in_kernel:
@@ -270,20 +283,25 @@ def chunk_gated_delta_rule_fwd(
     Raises:
         ValueError: as in `chunk_gated_delta_rule`.
     """
+    check_flags(
+        output_final_state=output_final_state, output_h=output_h, auto_cp=auto_cp, state_v_first=state_v_first,
+        enable_fwd_cp_cache=enable_fwd_cp_cache,
+    )  # fmt: skip
     cu_seqlens, cu_seqlens_cpu = cp.resolve_cu_seqlens(cp_context, cu_seqlens, cu_seqlens_cpu)
     problem, seqs = Problem.check(
         q, k, v, g, beta, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens,
         cu_seqlens_cpu=cu_seqlens_cpu, state_v_first=state_v_first,
     )  # fmt: skip
-    reject_transforms("chunk_gated_delta_rule_fwd", q, k, v, g, beta, initial_state)
+    reject_transforms("chunk_gated_delta_rule_fwd", q, k, v, g, beta, initial_state, cu_seqlens, cu_seqlens_cpu)
     request = _split_request(problem, auto_cp, False, cp_context)
     if env.debug():
         check_values(seqs, q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state)
     with torch.no_grad(), no_autocast(q.device.type):
-        return forward(
+        g_cumsum, *results = forward(
             cp.stages_for(problem), problem, seqs, q, k, v, g, beta, initial_state,
             output_final_state=output_final_state, output_h=output_h, request=request, keep=bool(enable_fwd_cp_cache),
         )  # fmt: skip
+        return g_cumsum.to(problem.compute_dtype), *results
 
 
 def chunk_gated_delta_rule_bwd(
@@ -306,6 +324,7 @@ def chunk_gated_delta_rule_bwd(
         ValueError: as in `chunk_gated_delta_rule`; also for an A whose chunk size is not 64, and for a cp_cache of a
             forward of other sizes (of other values nobody can tell).
     """
+    check_flags(state_v_first=state_v_first, auto_cp=auto_cp)
     cu_seqlens, cu_seqlens_cpu = cp.resolve_cu_seqlens(cp_context, cu_seqlens, cu_seqlens_cpu)
     problem, seqs = Problem.check(
         q, k, v, g, beta, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens,
@@ -317,7 +336,8 @@ def chunk_gated_delta_rule_bwd(
         problem.check_like("dht", dht, "final_state")
     if cp_cache is not None and not isinstance(cp_cache, SegmentStates):
         raise ValueError(f"cp_cache must be what chunk_gated_delta_rule_fwd returned, got {type(cp_cache).__name__}")
-    reject_transforms("chunk_gated_delta_rule_bwd", q, k, v, g, beta, A, do, dht, initial_state)
+    tensors = (q, k, v, g, beta, A, do, dht, initial_state, cu_seqlens, cu_seqlens_cpu)
+    reject_transforms("chunk_gated_delta_rule_bwd", *tensors)
     request, stages = _split_request(problem, auto_cp, False, cp_context), cp.stages_for(problem)
     if cp_cache is not None and cp_cache.origin != (stages.__name__, *problem.sizes):
         raise ValueError(
@@ -346,6 +366,7 @@ def supports(
         (True, "…") when the kernels run it; (False, reason) when it would raise or run in PyTorch. Never raises.
     """
     try:
+        check_flags(state_v_first=state_v_first)
         if isinstance(v, torch.Tensor) and not v.is_nested and v.dim() == 4:
             g, beta = (
                 torch.empty(v.shape[:3], dtype=torch.float32, device=v.device) if x is None else x for x in (g, beta)

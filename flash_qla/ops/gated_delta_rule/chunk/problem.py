@@ -7,7 +7,7 @@ statements, so they also hold under `python -O`. `check_values` is the exception
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from numbers import Real
+from numbers import Integral, Real
 from typing import NamedTuple
 
 import torch
@@ -82,6 +82,17 @@ def _as_float(name, x) -> float | None:
         raise ValueError(f"{name} must be None or a number within float64's range, got one beyond it") from None
 
 
+def check_flags(**flags) -> None:
+    """Raises ValueError unless each is a bool, or what callers pass for one: 0, 1, numpy's, or None for False.
+
+    Anything else would pass by its truth value, as the text "False" does, or fail for want of one, as a tensor does.
+    """
+    for name, x in flags.items():
+        if x is None or type(x).__name__ in ("bool", "bool_") or (isinstance(x, Integral) and x in (0, 1)):
+            continue
+        raise ValueError(f"{name} must be True or False, got {'a tensor' if isinstance(x, torch.Tensor) else repr(x)}")
+
+
 def _span(shape, strides) -> int:
     """Elements between the first and the last one of a strided tensor, both included."""
     return 1 + sum((n - 1) * stride for n, stride in zip(shape, strides))
@@ -150,6 +161,11 @@ class Problem:
     def group_size(self) -> int:
         """Value heads per key head."""
         return self.num_v_heads // self.num_k_heads
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """What is accumulated in, and what g_cumsum, dbeta and dg are handed out in."""
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
 
     @property
     def sizes(self) -> tuple:
@@ -315,8 +331,7 @@ class Problem:
         expected = (self.batch, self.num_tokens, self.num_v_heads, CHUNK_SIZE)
         _require_shape("A", T_inv, expected, "[B, T, Hv, C]")
         _require_dtype("A", T_inv.dtype, (self.dtype,), " (k's dtype)")
-        compute = torch.float64 if self.dtype == torch.float64 else torch.float32
-        _require_dtype("g (the forward's g_cumsum)", g_cumsum.dtype, (compute,))
+        _require_dtype("g (the forward's g_cumsum)", g_cumsum.dtype, (self.compute_dtype,))
         if T_inv.device != self.device:
             raise ValueError(f"A is on {T_inv.device} but q is on {self.device}; all inputs must share one device")
 
@@ -344,8 +359,14 @@ def _key(x):
     return x.shape, x.dtype, x.device, x.layout, x.is_neg()
 
 
+_OF_NO_ROWS = ("initial_state", "dht", "A_log", "dt_bias")
+
+
 def check_values(seqs: Sequences, **tensors) -> None:
-    """FLASH_QLA_DEBUG=1: reads cu_seqlens and the inputs. Raises ValueError naming the argument and what is wrong."""
+    """FLASH_QLA_DEBUG=1: reads cu_seqlens and the inputs. Raises ValueError naming the argument and what is wrong.
+
+    NaN is looked for where the operator reads: not in the rows of no sequence.
+    """
     for name in ("cu_seqlens", "cu_seqlens_cpu"):
         source = getattr(seqs, name)
         if source is None:
@@ -361,6 +382,9 @@ def check_values(seqs: Sequences, **tensors) -> None:
     if seqs.cu_seqlens is not None and seqs.cu_seqlens_cpu is not None:
         if seqs.cu_seqlens.tolist() != seqs.cu_seqlens_cpu.tolist():
             raise ValueError("cu_seqlens_cpu differs from cu_seqlens; both must hold the same offsets")
+    end = int(seqs.cu_seqlens[-1]) if seqs.is_varlen else seqs.num_tokens
     for name, x in tensors.items():
+        if x is not None and name not in _OF_NO_ROWS:
+            x = x[:, :end]
         if x is not None and bool(torch.isnan(x).any()):
             raise ValueError(f"{name} holds NaN ({int(torch.isnan(x).sum())} of {x.numel()} values)")

@@ -5,8 +5,9 @@ chunked algorithm as stages, with the signatures of the kernels' stages (destina
 equations of `ops/gated_delta_rule/README.md`; only the walk over a sequence's chunks is serial, and it takes all
 sequences at once.
 
-Stages compute in float64 for float64 inputs and in float32 otherwise. States are `[N, Hv, K, V]` logically; the caller
-hands in strided views when the memory is V-first. No stage tracks gradients and none obeys autocast.
+Stages compute in float64 for float64 inputs and in float32 otherwise, gates aside (`gate_dtype`). States are
+`[N, Hv, K, V]` logically; the caller hands in strided views when the memory is V-first. No stage tracks gradients and
+none obeys autocast.
 """
 
 from __future__ import annotations
@@ -90,6 +91,15 @@ def compute_dtype(*tensors) -> torch.dtype:
     return torch.float64 if any(x is not None and x.dtype == torch.float64 for x in tensors) else torch.float32
 
 
+def gate_dtype(k) -> torch.dtype:
+    """The dtype that gates are summed in, and differences of the sums taken: float64 for float32 keys too.
+
+    Each reset adds -100 to its chunk's sum, down to -6400, where float32 is 2.4e-4 off: every decay would be. Beside
+    the roundings of 16-bit inputs that is nothing, and there the kernels, which sum in float32, are to be compared.
+    """
+    return torch.float64 if k.dtype in (torch.float32, torch.float64) else torch.float32
+
+
 class Chunks:
     """Some chunks of the flat rows: gathers `[B, T, H, ...]` into `[n, H, C, ...]` and scatters back.
 
@@ -115,8 +125,11 @@ class Chunks:
         return out.contiguous()
 
     def take_gate(self, g):
-        """Returns the cumulative gate `[n, Hv, C]`, the last valid row's value past the chunk's end."""
-        out = g.flatten(0, 1).index_select(0, self.last_index).to(self.dtype)
+        """Returns the cumulative gate `[n, Hv, C]`, the last valid row's value past the chunk's end.
+
+        In the wider of g's and the compute dtype: only differences may be rounded to the latter.
+        """
+        out = g.flatten(0, 1).index_select(0, self.last_index).to(torch.promote_types(g.dtype, self.dtype))
         return out.view(*self.shape, -1).transpose(1, 2).contiguous()
 
     def put(self, dest, x):
@@ -177,17 +190,17 @@ def stage(function):
     return wrapped
 
 
-def _decays(g):
+def _decays(g, dtype):
     """Returns Γ `[n, H, C, 1]`, e `[n, H, C, 1]` and exp(g_C) `[n, H, 1, 1]` from the cumulative gate `[n, H, C]`."""
     last = g[..., -1:]
-    return g.exp().unsqueeze(-1), (last - g).exp().unsqueeze(-1), last.exp().unsqueeze(-1)
+    return tuple(x.to(dtype).exp().unsqueeze(-1) for x in (g, last - g, last))
 
 
-def _decay_matrix(g):
+def _decay_matrix(g, dtype):
     """Returns D `[n, H, C, C]`: exp(g_i - g_j) on and below the diagonal, 0 above, where the exponent may overflow."""
     chunk_size = g.shape[-1]
     upper = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=g.device).triu(1)
-    return (g.unsqueeze(-1) - g.unsqueeze(-2)).masked_fill_(upper, -torch.inf).exp_()
+    return (g.unsqueeze(-1) - g.unsqueeze(-2)).to(dtype).masked_fill_(upper, -torch.inf).exp_()
 
 
 def _repeat(x, num_heads):
@@ -212,12 +225,12 @@ def _walk_forward(o, ht, h, slots, q, k, v, T_inv, g_cumsum, beta, scale, h0, se
             if h is not None:
                 h[chunks if slots is None else slots[chunks]] = S.to(h.dtype)
             keys, g = rows.take(k, num_v_heads), rows.take_gate(g_cumsum)
-            gamma, e, total = _decays(g)
+            gamma, e, total = _decays(g, dtype)
             W = rows.take(beta).unsqueeze(-1) * (rows.take(v) - gamma * (keys @ S))  # F3, F4
             Vd = rows.take(T_inv) @ W  # F5
             if o is not None:
                 queries = rows.take(q)
-                P = _repeat(queries @ rows.take(k).mT, num_v_heads) * _decay_matrix(g)  # F6
+                P = _repeat(queries @ rows.take(k).mT, num_v_heads) * _decay_matrix(g, dtype)  # F6
                 rows.put(o, scale * (gamma * (_repeat(queries, num_v_heads) @ S) + P @ Vd))  # F7
             state[:running] = total * S + keys.mT @ (e * Vd)  # F8
         if ht is not None:
@@ -269,11 +282,10 @@ def solve(k, g, beta, seqs: Sequences, ready: bool = False):
             that is cheaper to use.
 
     Returns:
-        g_cumsum `[B, T, Hv]` float32 (float64 for float64 inputs), and T_inv `[B, T, Hv, C]` in k's dtype: row t is
+        g_cumsum `[B, T, Hv]` in `gate_dtype`, and T_inv `[B, T, Hv, C]` in k's dtype: row t is
         token t's row of its chunk's inverse, zero in columns past the chunk's end. Rows of no sequence are zero.
     """
-    dtype = compute_dtype(k)
-    g_cumsum = cumsum(g.to(dtype).clamp(min=GATE_FLOOR), seqs)
+    g_cumsum = cumsum(g.to(gate_dtype(k)).clamp(min=GATE_FLOOR), seqs)
     return g_cumsum, invert(k, g_cumsum, beta, seqs)
 
 
@@ -292,7 +304,7 @@ def invert(k, g_cumsum, beta, seqs: Sequences):
         L = _repeat(keys @ keys.mT, num_v_heads) * rows.take(beta).unsqueeze(-1)
         if g_cumsum is not None:
             # Gated before the inversion: the ungated inverse can overflow where the gated one is small.
-            L = L * _decay_matrix(rows.take_gate(g_cumsum))
+            L = L * _decay_matrix(rows.take_gate(g_cumsum), dtype)
         rows.put(T_inv, torch.linalg.solve_triangular(L, eye.expand_as(L), upper=False, unitriangular=True))
     return T_inv
 
@@ -361,8 +373,8 @@ def reverse_states(q, k, T_inv, g_cumsum, beta, do, dht, scale, dh0, seqs: Seque
             rows, dS = Chunks(all_rows[chunks], seqs.num_tokens, dtype), state[:running]
             dS_out[slots[chunks]] = dS
             queries, keys, dO, g = rows.take(q), rows.take(k), rows.take(do), rows.take_gate(g_cumsum)
-            gamma, e, total = _decays(g)
-            P = scale * _repeat(queries @ keys.mT, num_v_heads) * _decay_matrix(g)
+            gamma, e, total = _decays(g, dtype)
+            P = scale * _repeat(queries @ keys.mT, num_v_heads) * _decay_matrix(g, dtype)
             queries, keys = _repeat(queries, num_v_heads), _repeat(keys, num_v_heads)
             dVd = P.mT @ dO + e * (keys @ dS)  # B1
             dR = rows.take(beta).unsqueeze(-1) * (rows.take(T_inv).mT @ dVd)  # B2
@@ -408,7 +420,7 @@ def gradients(dq, dk, dv, dbeta, dg, q, k, v, T_inv, g_cumsum, beta, do, scale, 
         S_in, dS_out = S[slots[block]].to(dtype), dS[slots[block]].to(dtype)
         queries, keys, dO, b = rows.take(q), rows.take(k), rows.take(do), rows.take(beta).unsqueeze(-1)
         g, T = rows.take_gate(g_cumsum), rows.take(T_inv)
-        (gamma, e, total), D = _decays(g), _decay_matrix(g)
+        (gamma, e, total), D = _decays(g, dtype), _decay_matrix(g, dtype)
         QK, KK = _repeat(queries @ keys.mT, num_v_heads), _repeat(keys @ keys.mT, num_v_heads)
         queries, keys = _repeat(queries, num_v_heads), _repeat(keys, num_v_heads)
 

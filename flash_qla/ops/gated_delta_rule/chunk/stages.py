@@ -7,10 +7,12 @@ from contextlib import contextmanager
 
 import torch
 
+from flash_qla.utils.guards import reject_transforms
+
 from . import reference
 from .backend import stages_for
 from .constants import CHUNK_SIZE
-from .problem import Problem, require_tensor
+from .problem import Problem, check_flags, require_tensor
 from .sequences import Sequences
 
 
@@ -49,6 +51,7 @@ def kkt_solve(k, b, chunk_size=64, cu_seqlens=None, g=None) -> torch.Tensor:
     with _named(q="k", v="b", beta="b", g="b" if g is None else "g"):
         problem, seqs = Problem.check(k, k, value, gate, b, cu_seqlens=cu_seqlens, chunk_size=chunk_size)
         stages = stages_for(problem)
+    reject_transforms("kkt_solve", k, b, g, cu_seqlens)
     with torch.no_grad():
         if stages is reference:
             return reference.invert(k, gate, b, seqs)
@@ -87,12 +90,16 @@ def _walk(
     names, q, k, v, a, g, b, scale, initial_state, output_final_state, output_h, output_o, cu_seqlens, state_v_first
 ):
     """`fused_gdr_fwd`, whose arguments are called `names` where they are not called as the operator's."""
+    check_flags(
+        output_final_state=output_final_state, output_h=output_h, output_o=output_o, state_v_first=state_v_first
+    )
     with _named(**names):
         problem, seqs = Problem.check(
             q, k, v, g, b, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, state_v_first=state_v_first
         )
         problem.check_inverse(g, a)
         stages = stages_for(problem)
+    reject_transforms("a stage of chunk_gated_delta_rule", q, k, v, a, g, b, initial_state, cu_seqlens)
     o = torch.empty_like(v, memory_format=torch.contiguous_format)
     final_state = problem.empty_state(problem.state_dtype, problem.num_seqs) if output_final_state else None
     h = problem.empty_state(problem.dtype, seqs.total_chunks()) if output_h else None

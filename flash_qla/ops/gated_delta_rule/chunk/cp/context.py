@@ -7,8 +7,10 @@ from numbers import Real
 
 import torch
 
+from flash_qla.utils.guards import reject_transforms
+
 from ..constants import CHUNK_SIZE, GATE_FLOOR
-from ..problem import Problem
+from ..problem import Problem, check_flags, require_tensor
 from ..sequences import Sequences
 from .planner import AUTO, Request
 
@@ -63,29 +65,34 @@ def build_cp_context(
 
     Raises:
         NotImplementedError: enable_inter, or a group of several cards.
-        ValueError: a chunk_size other than 64, a group that is none, a g that does not fit or holds NaN.
+        ValueError: a chunk_size other than 64, a group that is none, offsets that no call would take, a g that does not
+            fit or holds NaN.
     """
+    check_flags(enable_inter=enable_inter, enable_intra=enable_intra, is_train=is_train, force_intra_cp=force_intra_cp)
     if enable_inter:
         raise NotImplementedError("enable_inter=True: context parallelism across cards is not supported yet")
     if chunk_size is not None and not (isinstance(chunk_size, Real) and chunk_size == CHUNK_SIZE):
         raise ValueError(f"chunk_size={chunk_size!r} is not supported; supported: None or {CHUNK_SIZE}")
     _refuse_several_cards(group)
+    reject_transforms("build_cp_context", cu_seqlens, cu_seqlens_cpu, g)
+    if g is None:  # whose batch and device the offsets must fit otherwise
+        Problem.check_cu_seqlens(1, getattr(cu_seqlens, "device", None), cu_seqlens, cu_seqlens_cpu)
     return FlashQLACPContext(
         group=group, cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu, conv1d_kernel_size=conv1d_kernel_size,
         is_intra=bool(enable_intra), force_intra=bool(force_intra_cp),
-        decays=None if g is None else _decays_per_chunk(g, num_v_heads, cu_seqlens),
+        decays=None if g is None else _decays_per_chunk(g, num_v_heads, cu_seqlens, cu_seqlens_cpu),
     )  # fmt: skip
 
 
-def _decays_per_chunk(g, num_v_heads, cu_seqlens) -> tuple[float, ...]:
+def _decays_per_chunk(g, num_v_heads, cu_seqlens, cu_seqlens_cpu) -> tuple[float, ...]:
     """By how much each value head decays in a chunk on average, to two digits: plans are kept by value."""
-    if not isinstance(g, torch.Tensor) or g.dim() != 3 or (num_v_heads is not None and g.shape[2] != num_v_heads):
-        got = tuple(g.shape) if isinstance(g, torch.Tensor) else type(g).__name__
-        raise ValueError(f"g must be a tensor of shape [B, T, Hv], Hv = {num_v_heads or 'any'}, got {got}")
-    if not g.is_floating_point():
-        raise ValueError(f"g must be of a floating-point dtype, got {g.dtype}")
+    require_tensor("g", g, 3, "[B, T, Hv]")
+    if num_v_heads is not None and g.shape[2] != num_v_heads:
+        raise ValueError(f"g must be a tensor of shape [B, T, Hv], Hv = {num_v_heads}, got {tuple(g.shape)}")
+    if not g.is_floating_point() or g.device.type == "meta":
+        raise ValueError(f"g must be of a floating-point dtype, on a CPU or a GPU, got {g.dtype} on {g.device}")
     batch, num_tokens, _ = g.shape
-    Problem.check_cu_seqlens(batch, g.device, cu_seqlens)
+    Problem.check_cu_seqlens(batch, g.device, cu_seqlens, cu_seqlens_cpu)
     g = Sequences.build(batch, num_tokens, CHUNK_SIZE, cu_seqlens).zero_padding(g.detach())
     sums = g.float().clamp(min=GATE_FLOOR).flatten(0, 1).sum(0)
     if cu_seqlens is None:
@@ -125,7 +132,8 @@ def resolve_cu_seqlens(cp_context, cu_seqlens, cu_seqlens_cpu):
     if cu_seqlens is None:
         cu_seqlens = of_context
     # The context's host copy belongs to the context's offsets, not to others that the call brings.
-    if cu_seqlens_cpu is None and cu_seqlens is not None and cu_seqlens is of_context:
+    # One that comes without offsets is handed on too: the checks refuse it, and nobody takes the input for dense.
+    if cu_seqlens_cpu is None and cu_seqlens is of_context:
         cu_seqlens_cpu = getattr(cp_context, "cu_seqlens_cpu", None)
     return cu_seqlens, cu_seqlens_cpu
 
@@ -138,6 +146,7 @@ def split_request(auto_cp: bool, force_intra_cp: bool, cp_context) -> Request:
 
     if cp_context is None:
         return AUTO if auto_cp and not force_intra_cp else Request(bool(auto_cp), bool(force_intra_cp))
+    check_flags(**{f"cp_context.{name}": of_context(name) for name in ("is_intra", "force_intra")})
     return Request(
         allowed=bool(auto_cp or of_context("is_intra")),
         forced=bool(force_intra_cp or of_context("force_intra")),
