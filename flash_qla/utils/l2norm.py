@@ -7,6 +7,8 @@ import torch
 
 from flash_qla.utils.guards import first_order_only, reject_transforms
 
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
 
 def _compute_dtype(x: torch.Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -16,7 +18,7 @@ def l2norm_fwd(x: torch.Tensor, eps: float = 1e-6, dim: int = -1) -> tuple[torch
     """Normalises along `dim`; not differentiable (see `l2norm`).
 
     Args:
-        x: any float dtype, any shape and strides.
+        x: bfloat16, float16, float32 or float64, any shape and strides.
         eps: added to the sum of squares.
         dim: the normalised dimension.
 
@@ -25,11 +27,13 @@ def l2norm_fwd(x: torch.Tensor, eps: float = 1e-6, dim: int = -1) -> tuple[torch
         rstd: rsqrt(Σ x² + eps), x's shape without `dim`, float32 (float64 for float64 x).
 
     Raises:
-        ValueError: x is no tensor of a floating-point dtype.
+        ValueError: x is no dense tensor, or not of one of these dtypes.
     """
-    if not isinstance(x, torch.Tensor) or not x.is_floating_point():
-        got = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
-        raise ValueError(f"x must be a torch.Tensor of a floating-point dtype, got {got}")
+    if not isinstance(x, torch.Tensor) or x.is_nested or x.layout is not torch.strided:
+        got = f"one of layout {x.layout}" if isinstance(x, torch.Tensor) else type(x).__name__
+        raise ValueError(f"x must be a dense torch.Tensor, got {got}")
+    if x.dtype not in _DTYPES:
+        raise ValueError(f"x must be of a floating-point dtype of {', '.join(map(str, _DTYPES))}, got {x.dtype}")
     with torch.no_grad():
         norm = torch.linalg.vector_norm(x, dim=dim, keepdim=True, dtype=_compute_dtype(x))
         rstd = torch.rsqrt(norm * norm + eps)
@@ -77,14 +81,14 @@ def l2norm(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
     """Normalises the last dimension to length 1; differentiable once.
 
     Args:
-        x: `[..., head_dim]`, any float dtype.
+        x: `[..., head_dim]`, bfloat16, float16, float32 or float64.
         eps: added to the sum of squares.
 
     Returns:
         x · rsqrt(Σ x² + eps), x's shape and dtype.
 
     Raises:
-        ValueError: x is no tensor of a floating-point dtype.
+        ValueError: as in `l2norm_fwd`.
         NotImplementedError: inside a torch.func transform, or for a forward-mode derivative.
     """
     if not torch.compiler.is_compiling():

@@ -6,6 +6,7 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -84,6 +85,7 @@ FORCED = {
     "without_auto": {"force_intra_cp": True, "auto_cp": False},
     "context": {"cp_context": build_cp_context(force_intra_cp=True)},
     "chosen": {"cp_context": FlashQLACPContext(segment_chunks=5)},
+    "chosen_by_numpy": {"cp_context": FlashQLACPContext(segment_chunks=np.int64(5))},
 }
 
 

@@ -68,6 +68,16 @@ def nested(x):
         return torch.nested.nested_tensor(list(x))
 
 
+def gate_parameter(change):
+    """A change: A_log given, in another form."""
+    return lambda a: {"use_gate_in_kernel": True, "A_log": change(torch.zeros(HV))}
+
+
+def made_in_inference_mode():
+    with torch.inference_mode():
+        return zeros(1, T, HV, V)
+
+
 def sized(head_dim_k, head_dim_v):
     """A change: other head sizes, everything else consistent."""
     return lambda a: {
@@ -281,7 +291,7 @@ OPTIONS = [
         VALUE,
         ("A_log", "[Hv]", f"({HV},)", f"({HQ},)"),
     ),
-    Case("A_log_number", {"use_gate_in_kernel": True, "A_log": 1.0}, VALUE, ("A_log", "tensor", "float")),
+    Case("A_log_number", {"use_gate_in_kernel": True, "A_log": 1.0}, VALUE, ("A_log", "torch.Tensor", "float")),
     Case(
         "A_log_int",
         {"use_gate_in_kernel": True, "A_log": torch.zeros(HV, dtype=torch.int32)},
@@ -343,6 +353,16 @@ OPTIONS = [
         )
         for length in (0, -3, 1.5, "4", True)
     ),
+    *(
+        Case(
+            f"cp_decays_{x}", {"cp_context": SimpleNamespace(group=None, decays=(x,) * HV)}, VALUE, ("decays", repr(x))
+        )
+        for x in (float("nan"), float("inf"), -1.0, "1")
+    ),
+    Case("A_log_sparse", gate_parameter(lambda x: x.to_sparse()), VALUE, ("A_log must", "sparse_coo")),
+    Case("A_log_nested", gate_parameter(lambda x: nested(x[None])), VALUE, ("A_log must", "nested")),
+    Case("A_log_negated", gate_parameter(torch._neg_view), VALUE, ("A_log must", "negated")),
+    Case("out_of_inference_mode", {"out": made_in_inference_mode()}, VALUE, ("out", "inference mode")),
     Case("cp_decays", {"cp_context": SimpleNamespace(group=None, decays=3.2)}, VALUE, ("cp_context.decays", "3.2")),
     Case(
         "all_on_meta",
@@ -438,6 +458,9 @@ LOW_LEVEL = [
     Case("cumsum_meta", to("g", **META), VALUE, ("g must", "meta", "CPU"), "cumsum"),
     Case("l2norm_int", to("x", torch.int32), VALUE, ("x must", "floating-point", "int32"), "l2norm"),
     Case("l2norm_complex", to("x", torch.complex64), VALUE, ("x must", "floating-point", "complex64"), "l2norm"),
+    Case("l2norm_float8", to("x", torch.float8_e4m3fn), VALUE, ("x must", "float8_e4m3fn", "bfloat16"), "l2norm"),
+    Case("l2norm_sparse", lambda a: {"x": a["x"].to_sparse()}, VALUE, ("x must", "sparse_coo"), "l2norm"),
+    Case("l2norm_nested", lambda a: {"x": nested(a["x"])}, VALUE, ("x must", "dense"), "l2norm"),
     Case("l2norm_list", {"x": [1.0]}, VALUE, ("x must", "torch.Tensor", "list"), "l2norm"),
     Case(
         "cumsum_batch",

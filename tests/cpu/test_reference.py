@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from flash_qla.ops.gated_delta_rule.chunk import reference as stages
 from flash_qla.ops.gated_delta_rule.chunk.constants import GATE_FLOOR
 from flash_qla.ops.gated_delta_rule.chunk.sequences import Sequences
+from flash_qla.ops.utils import chunk_local_cumsum
 from flash_qla.testing.compare import assert_close_per_head, chunked_reference, ground_truth
 from flash_qla.testing.workloads import GATE_PROFILES, LENGTH_CASES, make_inputs
 from tests.case_inputs import GRADIENTS, run_public
@@ -151,6 +152,13 @@ def test_cumsum_restarts_in_each_chunk(reverse):
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
     assert stages.cumsum(g.bfloat16(), seqs).dtype == torch.float32
     assert stages.cumsum(g.double(), seqs).dtype == torch.float64
+
+
+def test_cumsum_takes_no_memory_for_chunks_beyond_the_tokens():
+    g = torch.randn(1, 70, 2)
+    with _Work() as work:
+        assert torch.equal(chunk_local_cumsum(g, chunk_size=10**15), chunk_local_cumsum(g, chunk_size=70))
+    assert work.elements < 100 * g.numel()
 
 
 def test_solve_inverts_and_pads_with_zeros():

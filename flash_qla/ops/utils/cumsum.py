@@ -35,5 +35,6 @@ def chunk_local_cumsum(
         raise ValueError(f"chunk_size must be an integer, at least 1, got {chunk_size!r}")
     Problem.check_cu_seqlens(g.shape[0], g.device, cu_seqlens)
     reject_transforms("chunk_local_cumsum", g, cu_seqlens)
+    chunk_size = min(int(chunk_size), max(g.shape[1], 1))  # memory is taken for whole chunks
     seqs = Sequences.build(g.shape[0], g.shape[1], chunk_size, cu_seqlens)
     return reference.cumsum(g, seqs, reverse).float()

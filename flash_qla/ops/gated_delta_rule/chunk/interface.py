@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from numbers import Integral
+import math
+from numbers import Integral, Real
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,7 @@ from .autograd import Call, ChunkGatedDeltaRule, NormalizeQK, replayed
 from .backward import backward
 from .constants import L2NORM_EPS
 from .forward import forward
-from .problem import SMALL_DTYPES, Problem, check_flags, check_values
+from .problem import SMALL_DTYPES, Problem, check_flags, check_values, require_tensor
 from .split import SegmentStates
 
 _ACCEPTED_UNUSED = ("chunk_offsets",)  # some callers pass it along; it is derived from cu_seqlens
@@ -71,9 +72,9 @@ def _check_chunk_indices(x):
 def _check_gate_parameter(name, x, g):
     if x is None:
         return
-    if not isinstance(x, torch.Tensor) or tuple(x.shape) != (g.shape[-1],):
-        got = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
-        raise ValueError(f"{name} must be a tensor of shape [Hv] = ({g.shape[-1]},), got {got}")
+    require_tensor(name, x, 1, "[Hv]")
+    if tuple(x.shape) != (g.shape[-1],):
+        raise ValueError(f"{name} must be a tensor of shape [Hv] = ({g.shape[-1]},), got {tuple(x.shape)}")
     if not x.dtype.is_floating_point or x.device != g.device:
         raise ValueError(f"{name} must be a floating-point tensor on {g.device}, got {x.dtype} on {x.device}")
 
@@ -244,14 +245,17 @@ def _split_request(problem, auto_cp, force_intra_cp, cp_context) -> cp.Request:
     length = request.segment_chunks
     if length is not None and (isinstance(length, bool) or not isinstance(length, Integral) or length < 1):
         raise ValueError(f"cp_context.segment_chunks={length!r} is not supported; supported: None or an integer >= 1")
-    if request.decays is not None and not isinstance(request.decays, tuple):
-        raise ValueError(f"cp_context.decays={request.decays!r} is not supported; supported: None or what g made it")
+    decays = request.decays
+    if decays is not None and not (
+        isinstance(decays, tuple) and all(isinstance(x, Real) and 0 <= x < math.inf for x in decays)
+    ):
+        raise ValueError(f"cp_context.decays={decays!r} is not supported; supported: None or what g made it")
     if request.decays is not None and len(request.decays) != problem.num_v_heads:
         raise ValueError(
             f"cp_context was built with g of {len(request.decays)} value heads, the call has {problem.num_v_heads}; "
             "build it with these heads' gates or without g"
         )
-    return request
+    return request if length is None else request._replace(segment_chunks=int(length))
 
 
 def _check_activations(g, A_log, dt_bias, use_gate, use_sigmoid, allow_neg_eigval):

@@ -316,6 +316,8 @@ class Problem:
         self.check_like("out", out, "o")
         if out.requires_grad and torch.is_grad_enabled():
             raise ValueError("out requires gradients, and o is written into it without any; pass out.detach()")
+        if out.is_inference() and not torch.is_inference_mode_enabled():
+            raise ValueError("out was made in inference mode, and may be written to only there; pass another")
         if _overlaps_itself(out):
             raise ValueError(f"out has strides {out.stride()}: its elements share memory; pass a tensor of its own")
         for name, x in inputs.items():

@@ -88,7 +88,7 @@ def _decays_per_chunk(g, num_v_heads, cu_seqlens, cu_seqlens_cpu) -> tuple[float
     """By how much each value head decays in a chunk on average, to two digits: plans are kept by value."""
     require_tensor("g", g, 3, "[B, T, Hv]")
     if num_v_heads is not None and g.shape[2] != num_v_heads:
-        raise ValueError(f"g must be a tensor of shape [B, T, Hv], Hv = {num_v_heads}, got {tuple(g.shape)}")
+        raise ValueError(f"g must be a tensor of shape [B, T, Hv], Hv = {num_v_heads!r}, got {tuple(g.shape)}")
     if not g.is_floating_point() or g.device.type == "meta":
         raise ValueError(f"g must be of a floating-point dtype, on a CPU or a GPU, got {g.dtype} on {g.device}")
     batch, num_tokens, _ = g.shape
