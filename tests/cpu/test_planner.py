@@ -242,8 +242,11 @@ def test_context_measures_decays():
     assert context.split_request(True, False, built).decays == built.decays
     assert build_cp_context(g=torch.zeros(2, 7, 3)).decays == (0.0,) * 3
     assert build_cp_context(g=torch.zeros(1, 0, 3)).decays == (0.0,) * 3
-    for bad in (g[0], [1.0]):
-        with pytest.raises(ValueError, match=r"g must be a tensor of shape \[B, T, Hv\]"):
+    for bad, got in (
+        (g[0], r"3 dimensions \[B, T, Hv\], got shape \(197, 4\)"),
+        ([1.0], r"a torch.Tensor \[B, T, Hv\], got list"),
+    ):
+        with pytest.raises(ValueError, match=f"g must (have|be) {got}"):
             build_cp_context(g=bad)
     with pytest.raises(ValueError, match="Hv = 8"):
         build_cp_context(g=g, num_v_heads=8)
