@@ -243,7 +243,7 @@ def test_context_measures_decays():
     assert build_cp_context(g=torch.zeros(2, 7, 3)).decays == (0.0,) * 3
     assert build_cp_context(g=torch.zeros(1, 0, 3)).decays == (0.0,) * 3
     for bad in (g[0], [1.0]):
-        with pytest.raises(ValueError, match=r"g must be a tensor of shape \[B, T, Hv\]"):
+        with pytest.raises(ValueError, match=r"g must .*\[B, T, Hv\]"):
             build_cp_context(g=bad)
     with pytest.raises(ValueError, match="Hv = 8"):
         build_cp_context(g=g, num_v_heads=8)
