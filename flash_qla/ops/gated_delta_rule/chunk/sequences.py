@@ -65,28 +65,21 @@ class Sequences:
 
     def zero_padding(self, x: torch.Tensor) -> torch.Tensor:
         """Returns `[B, T, H]` with zeros in the rows of no sequence: their NaN must reach no sum. No device read."""
-        return x.masked_fill(self._padding(x.device).view(-1, 1), 0) if self.is_varlen else x
+        if not self.is_varlen:
+            return x
+        rows, cu = torch.arange(self.num_tokens, device=x.device), self.cu_seqlens.to(x.device)
+        return x.masked_fill(((rows < cu[0]) | (rows >= cu[-1])).view(-1, 1), 0)
 
     def zero_padding_(self, *tensors: torch.Tensor) -> None:
-        """Zeroes the rows of no sequence of `[B, T, H, D]` tensors in place. No device read; where the host knows the
-        offsets, no other row is touched.
+        """Zeroes the rows of no sequence of `[B, T, H, D]` tensors in place, where the host knows the offsets.
+
+        With offsets on the device alone it does nothing: a mask over all rows would cost a pass over the tensors.
         """
-        if not self.is_varlen:
-            return
-        if self.lengths_on_host:
+        if self.is_varlen and self.lengths_on_host:
             bounds = self.bounds() or [(0, 0)]
             for x in tensors:
                 x[:, : bounds[0][0]] = 0
                 x[:, bounds[-1][1] :] = 0
-            return
-        padding = self._padding(self.cu_seqlens.device).view(-1, 1, 1)
-        for x in tensors:
-            x.masked_fill_(padding, 0)
-
-    def _padding(self, device) -> torch.Tensor:
-        """Returns bool `[T]`: the rows of no sequence, of packed ones."""
-        rows, cu = torch.arange(self.num_tokens, device=device), self.cu_seqlens.to(device)
-        return (rows < cu[0]) | (rows >= cu[-1])
 
     def bounds(self) -> list[tuple[int, int]]:
         """Returns (start, end) flat rows of each sequence. Reads the device once when the host has no copy.

@@ -308,7 +308,7 @@ def gate_role(spec: Spec, m: Smem, walk: Walk, g_cumsum, beta, scale):
 
 @T.macro
 def zero_past_end(spec: Spec, m: Smem, walk: Walk, i, valid, barrier):
-    """For the calling operands warpgroup, and through `b1_ready` for the value warpgroups."""
+    """For the calling operands warpgroup, and through `made` for the value warpgroups."""
     stage = i % spec.stages
     slot = i % X_SLOTS
     rows.zero_stage_from(m.k, stage, valid, spec.head_dim_k)
